@@ -1,0 +1,161 @@
+"""Every exception of shardweave, one class for each rule that can be broken.
+
+A message has four parts, in this order, so that it can be read in the log of a thousand ranks:
+the rule that broke, where it broke, what was expected and what was found as an equation with
+names, and a hint that says what to do. Each class also inherits the builtin that a caller would
+catch without knowing shardweave.
+"""
+
+from __future__ import annotations
+
+
+class ShardweaveError(Exception):
+    """The root of all errors of this package.
+
+    Args:
+        rule: The rule that broke, as a statement about the world ("the index lists a missing file").
+        where: Tensor, dim, axis, rank, or file and byte offset. May be empty.
+        equation: Expected and got, with names and numbers. May be empty.
+        hint: What the reader can do now.
+    """
+
+    def __init__(self, rule: str, *, where: str = "", equation: str = "", hint: str) -> None:
+        self.rule, self.where, self.equation, self.hint = rule, where, equation, hint
+        head = ": ".join(part for part in (rule, where, equation) if part)
+        super().__init__(f"{head}. hint: {hint}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross process borders; the default would call __init__ with the joined text.
+        return _rebuild, (type(self), self.rule, self.where, self.equation, self.hint)
+
+
+def _rebuild(
+    cls: type[ShardweaveError], rule: str, where: str, equation: str, hint: str
+) -> ShardweaveError:
+    return cls(rule, where=where, equation=equation, hint=hint)
+
+
+# --- layout -------------------------------------------------------------------------------------
+
+
+class NotationError(ShardweaveError, ValueError):
+    """A text is not the notation of a dim, a box, a mesh or a layout."""
+
+
+class CutError(ShardweaveError, ValueError):
+    """A dim cannot be cut in the asked way: sizes that do not add up, counts that do not divide."""
+
+
+class MeshError(ShardweaveError, ValueError):
+    """Axes, sizes or a rank do not form a mesh, or two factorisations of the ranks disagree."""
+
+
+class BufferRuleError(ShardweaveError, ValueError):
+    """A buffer contradicts itself: its dims, its parts or its storage order do not fit together."""
+
+
+class GapError(ShardweaveError, ValueError):
+    """Some element of a tensor is held by nobody, or needed and never written."""
+
+
+class OverlapError(ShardweaveError, ValueError):
+    """Some element is held or written twice by parties that are not declared replicas."""
+
+
+class OutsideError(ShardweaveError, IndexError):
+    """A piece reaches outside its tensor or its buffer."""
+
+
+class HolderError(ShardweaveError, ValueError):
+    """A plan reads an element from a rank that does not hold it."""
+
+
+class ReplicaError(ShardweaveError, ValueError):
+    """Two holders that are declared replicas hold different bytes."""
+
+
+class DtypeError(ShardweaveError, TypeError):
+    """A dtype is unknown, or a conversion would lose values and was not allowed."""
+
+
+class TransformError(ShardweaveError, ValueError):
+    """Stored values are not the logical ones and the needed transform is not declared."""
+
+
+# --- models and dialects ------------------------------------------------------------------------
+
+
+class ModelError(ShardweaveError, ValueError):
+    """A model description is incomplete, contradictory, or changes the maths in an unknown way."""
+
+
+class GeometryError(ShardweaveError, ValueError):
+    """A parallel geometry is half given, impossible for the model, or impossible in the dialect."""
+
+
+class UnknownNameError(ShardweaveError, KeyError):
+    """A stored name belongs to no tensor of the model, or a tensor of the model has no stored name."""
+
+    __str__ = Exception.__str__  # KeyError would quote the message
+
+
+class ProbeError(ShardweaveError, ValueError):
+    """A probed partition function does something that no layout describes, or not what was declared."""
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+class PlanError(ShardweaveError, ValueError):
+    """Two layouts cannot be planned against each other: other tensors, shapes or worlds."""
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+class FormatError(ShardweaveError, ValueError):
+    """A file or folder is not of a known format, or breaks the format's own rules."""
+
+
+class TruncatedError(FormatError):
+    """A file ends before the bytes that its header or index promises."""
+
+
+class IndexMismatchError(FormatError, KeyError):
+    """An index and the files that it lists contradict each other."""
+
+    __str__ = Exception.__str__
+
+
+class MissingFileError(ShardweaveError, FileNotFoundError):
+    """A file that an index or a format needs is not there."""
+
+    __str__ = Exception.__str__
+
+
+class PathError(ShardweaveError, PermissionError):
+    """A path would leave the folder that it must stay in."""
+
+    __str__ = Exception.__str__
+
+
+class PickleError(ShardweaveError, ValueError):
+    """A pickle wants something outside the allow-list; nothing of it was executed."""
+
+
+class DigestError(ShardweaveError, ValueError):
+    """Bytes do not have the digest that was recorded for them."""
+
+
+class ExistsError(ShardweaveError, FileExistsError):
+    """The destination exists and overwriting it was not asked for."""
+
+    __str__ = Exception.__str__
+
+
+class JournalError(ShardweaveError, ValueError):
+    """A journal belongs to another conversion, or does not match the bytes beside it."""
+
+
+class AccountingError(ShardweaveError, ValueError):
+    """Some byte of the source was neither used, nor a replica, nor padding, nor left out by name."""

@@ -1,0 +1,78 @@
+"""What a checkpoint folder holds, format by format reduced to one thing: boxes of bytes in files.
+
+Every format that shardweave reads stores plain row-major arrays somewhere inside its files. A
+``Manifest`` says which box of which stored tensor lies at which byte of which file; above it
+nothing needs to know a format. Readers return one from an existing folder without loading data;
+writers return one for a folder they have laid out, whose payload bytes are then filled in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ITEMSIZE: Mapping[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4,
+    "uint64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "complex64": 8,
+}  # fmt: skip
+"""Bytes of one element, by torch's name of the dtype without the ``torch.``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One box of a stored tensor: row-major, uncompressed, at a byte of a file.
+
+    Attributes:
+        offset: First index of the box in the stored tensor, one int a dim.
+        shape: Size of the box, one int a dim; same length as ``offset``.
+        file: Path of the file relative to the manifest's root, with forward slashes.
+        start: First byte of the box in the file.
+        strides: Element strides of the box in the file; ``None`` means row-major without gaps.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a format stores it: its key there, dtype, full shape, and the boxes it is cut into."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint folder: every stored tensor, every file with its size, and the format's own records.
+
+    Attributes:
+        root: The folder.
+        format: Name of the format ("hf", "torch_dist").
+        tensors: Stored tensors by key, in the order of the files.
+        files: Size in bytes of each data file, by path relative to ``root``.
+        records: What the format records beside tensors (for instance Megatron's args), plain values only.
+    """
+
+    root: Path
+    format: str
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, int]
+    records: Mapping[str, Any] = field(default_factory=dict)
