@@ -17,7 +17,8 @@ from typing import Any
 ITEMSIZE: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4,
     "uint64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "complex64": 8,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "complex64": 8,
 }  # fmt: skip
 """Bytes of one element, by torch's name of the dtype without the ``torch.``."""
 
@@ -57,6 +58,23 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that a writer is asked to lay out; its values come later.
+
+    Attributes:
+        key: The key it is stored under.
+        dtype: torch's name of the dtype without the ``torch.``.
+        shape: Full shape.
+        chunks: ``(offset, shape)`` of each box it is stored as; empty means one box, the whole tensor.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
