@@ -1,0 +1,68 @@
+# Everything here works on a machine that has only Python 3.11 and pip: what a target needs is installed into .venv
+# first, once, and again when pyproject.toml, constraints.txt or requirements/ change.
+#
+#   make demo    the example, start to end (light: no peers)
+#   make test    all checks, cheapest first
+#   make lint    ruff and the layers          make bench   the benchmarks, small
+#   make types   mypy                         make clean   removes .venv, caches and build output
+#
+# Variables: PYTHON (the interpreter that makes .venv), TORCH_ARGS (extra arguments of `pip install torch`, for
+# example --index-url of the build for your machine), PYTEST_ARGS (for example "-k qkv -x").
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --quiet --disable-pip-version-check
+PINS := pyproject.toml constraints.txt
+PEERS := requirements/peers.txt requirements/peers-needs.txt
+
+# deepspeed chooses its accelerator when it is built and again when it is imported.
+export DS_ACCELERATOR := cpu
+export DS_BUILD_OPS := 0
+
+.PHONY: help demo test lint types bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '1,/^$$/s/^#\( \|$$\)//p' Makefile
+
+demo: $(VENV)/.base
+	$(PY) examples/demo.py
+
+test: lint types
+	$(PY) -m pytest --require-peers $(PYTEST_ARGS)
+
+lint: $(VENV)/.full
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(VENV)/bin/lint-imports
+
+types: $(VENV)/.full
+	$(PY) -m mypy
+
+bench: $(VENV)/.full
+	for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script"; done
+
+# torch goes in first, alone: anything else that depends on it could choose another build.
+$(VENV)/.base: $(PINS)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -c constraints.txt -e '.[transformers]'
+	touch $@
+
+# deepspeed asks for torch while it is built, so it is built with this environment's.
+$(VENV)/.full: $(VENV)/.base $(PEERS)
+	$(PIP) -c constraints.txt -e '.[dev]' -r requirements/peers-needs.txt
+	$(PIP) --no-deps --no-build-isolation --use-pep517 -r requirements/peers.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
