@@ -1,0 +1,88 @@
+"""What all tests share: hypothesis profiles, the order of the folders, missing peers, the data folder."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before any peer is imported: deepspeed picks its accelerator on import, and no test may reach a hub.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+settings.register_profile("dev", max_examples=50, deadline=2000, print_blob=True)
+settings.register_profile("ci", max_examples=200, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+TESTS = Path(__file__).parent
+
+# The real frameworks that tests ask: distribution on the registry -> module.
+PEERS = {
+    "megatron-core": "megatron.core",
+    "deepspeed": "deepspeed",
+    "modelexpress": "modelexpress",
+    "transformers": "transformers",
+}
+
+# Cheapest first, so that a broken law is seen before any process is started. Doctests of src/ go with the laws.
+COST = ("unit", "laws", "docs", "cli", "hostile", "cases", "oracle", "dist")
+
+
+def is_importable(module: str) -> bool:
+    """Whether `module` can be found, without running more than its parents' `__init__`."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def missing_peers() -> list[str]:
+    return [name for name, module in PEERS.items() if not is_importable(module)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-peers",
+        action="store_true",
+        help="fail at once, instead of skipping, where a peer is missing",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("--require-peers") and (missing := missing_peers()):
+        raise pytest.UsageError(f"--require-peers: not installed: {', '.join(missing)}")
+
+
+def pytest_report_header() -> list[str]:
+    missing = missing_peers()
+    present = [f"{name} {importlib.metadata.version(name)}" for name in PEERS if name not in missing]
+    return [
+        f"peers: {', '.join(present) or 'none'}",
+        f"peers missing, their tests are skipped: {', '.join(missing) or 'none'}",
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def cost(item: pytest.Item) -> int:
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "laws"
+        return COST.index(folder) if folder in COST else len(COST)
+
+    items.sort(key=cost)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("peer"):
+        for module in mark.args:
+            if not is_importable(module):
+                pytest.skip(f"the peer {module} is not installed")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder tests/data/, whose README states where each file comes from."""
+    return TESTS / "data"
