@@ -29,7 +29,7 @@ PEERS = {
     "transformers": "transformers",
 }
 
-# Cheapest first, so that a broken law is seen before any process is started. Doctests of src/ go with the laws.
+# Cheapest first: a broken law is seen before any process is started. Doctests of src/ go with the laws.
 COST = ("unit", "laws", "docs", "cli", "hostile", "cases", "oracle", "dist")
 
 
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-peers",
         action="store_true",
-        help="fail at once, instead of skipping, where a peer is missing",
+        help="fail at once where a peer is missing, do not skip",
     )
 
 

@@ -19,7 +19,7 @@ PAGES = [
 
 
 def run_page(text: str, *, name: str) -> int:
-    """Runs the blocks of a page and gives their number; a block with prompts is held to its printed results."""
+    """Runs the blocks of a page and gives their number; a block with prompts must print what it says."""
     names: dict[str, Any] = {"__name__": "__main__"}
     blocks = list(BLOCK.finditer(text))
     for block in blocks:
