@@ -1,0 +1,1 @@
+"""How frameworks lay out state: each framework's rules, stated once."""

@@ -1,0 +1,132 @@
+"""The proof of a layout: every element of every tensor held, once or by declared replicas.
+
+A rule holds, over all its coordinates, the product of what its dims hold over their axes, because
+each axis cuts one dim. So the proof of a rule is one sort for each dim, and never looks at ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from shardweave.errors import GapError, OutsideError, OverlapError
+from shardweave.layout.box import Box, intersect, subtract
+from shardweave.layout.buffer import BufferRule, Part, table_of
+from shardweave.layout.layout import Layout, format_ranks
+from shardweave.layout.run import Dim, Run
+from shardweave.layout.table import Table, atoms, join, table
+from shardweave.layout.tensor import Tensor
+
+
+def prove(layout: Layout, tensors: Iterable[Tensor] | None = None) -> None:
+    """Prove that a layout holds every element of its tensors, and of ``tensors`` where given.
+
+    Laws, for every tensor:
+        No gap: each element is held by some rank.
+        No overlap: where two coordinates or two buffers hold an element, both declare it a replica.
+        Nothing outside: a buffer names no index that its tensor does not have.
+        Padding is not counted: it belongs to no tensor.
+
+    Raises:
+        GapError, OverlapError, OutsideError: With the tensor, the box and the ranks.
+    """
+    for tensor in layout.tensors if tensors is None else tensors:
+        _prove_tensor(layout, tensor)
+
+
+def _prove_tensor(layout: Layout, tensor: Tensor) -> None:
+    domain = [Box(ranges) for ranges in itertools.product(*(_ranges(dim) for dim in tensor.dims))]
+    left = domain
+    owned: list[tuple[int, Box]] = []
+    for i, part in layout.holders.get(tensor, ()):
+        rule = layout.rules[i]
+        held = _held(layout, rule, part)
+        boxes = [Box(ranges) for ranges in itertools.product(*held)]
+        left = [rest for piece in left for rest in _subtract_all(piece, boxes)]
+        if part.replica:
+            continue
+        for box in boxes:
+            for j, other in owned:
+                common = intersect(box, other)
+                if common is not None:
+                    raise OverlapError(
+                        "an element is owned by one buffer",
+                        where=f"layout {layout.name!r}, tensor {tensor.name!r}, box {common}",
+                        equation=f"held by buffer {layout.rules[j].name!r} and by buffer {rule.name!r}",
+                        hint="declare the copy a replica (Part(replica=True)), or cut the buffers apart",
+                    )
+        owned += [(i, box) for box in boxes]
+    if left:
+        raise GapError(
+            "every element of a tensor is held by some rank",
+            where=f"layout {layout.name!r}, tensor {tensor.name!r}, box {left[0]}",
+            equation=f"missing {sum(box.numel for box in left)} of {tensor.numel} elements",
+            hint="compare the sizes of the cuts with the tensor's shape; an uneven remainder is often dropped",
+        )
+
+
+def _held(layout: Layout, rule: BufferRule, part: Part) -> list[list[range]]:
+    """What a rule holds of a part over all coordinates: the union of each dim, as ranges."""
+    held: list[list[range]] = []
+    for d, domain in enumerate(part.tensor.dims):
+        dims = table_of(rule.dims[d])
+        rows = table(dims, rule.label_of(d, part.label))
+        _check_inside(layout, rule, part, d, rows, domain)
+        found = atoms(rows)
+        counts = np.diff(found.first)
+        if not part.replica and len(counts) and int(counts.max()) > 1:
+            atom = int(np.argmax(counts > 1))
+            first, second = (int(e) for e in found.holders.entry[found.first[atom] : found.first[atom] + 2])
+            raise OverlapError(
+                "an element is held by one coordinate on the axes that cut it",
+                where=(
+                    f"layout {layout.name!r}, tensor {part.tensor.name!r}, dim {d}, "
+                    f"indices {_range(found.pieces, atom)}"
+                ),
+                equation=(
+                    f"held by {format_ranks(layout.ranks_of(rule, d, first))} "
+                    f"and by {format_ranks(layout.ranks_of(rule, d, second))}"
+                ),
+                hint="declare the part a replica (Part(replica=True)) where the copies are meant to agree",
+            )
+        order = np.argsort(found.pieces.start, kind="stable")
+        held.append(_ranges(Dim(_run(found.pieces, int(k)) for k in order)))
+    return held
+
+
+def _check_inside(layout: Layout, rule: BufferRule, part: Part, d: int, rows: Table, domain: Dim) -> None:
+    inside = join(rows, table((domain,), ""))
+    matched = np.bincount(inside.row_a, weights=inside.count, minlength=len(rows)).astype(np.int64)
+    if np.array_equal(matched, rows.count):
+        return
+    row = int(np.argmax(matched != rows.count))
+    raise OutsideError(
+        "a buffer holds only elements that its tensor has",
+        where=(
+            f"layout {layout.name!r}, buffer {rule.name!r}, tensor {part.tensor.name!r}, dim {d}, "
+            f"{format_ranks(layout.ranks_of(rule, d, int(rows.entry[row])))}"
+        ),
+        equation=f"indices {_range(rows, row)} are not all in {domain}",
+        hint="padding is written with pad(), so that it belongs to no tensor",
+    )
+
+
+def _run(rows: Table, i: int) -> Run:
+    return Run("", int(rows.start[i]), int(rows.count[i]), int(rows.step[i]))
+
+
+def _range(rows: Table, i: int) -> str:
+    return str(Dim((_run(rows, i),)))
+
+
+def _ranges(dim: Dim) -> list[range]:
+    return [range(run.start, run.last + 1, run.step) for run in dim.runs]
+
+
+def _subtract_all(piece: Box, boxes: Sequence[Box]) -> list[Box]:
+    left = [piece]
+    for box in boxes:
+        left = [rest for one in left for rest in subtract(one, box)]
+    return left

@@ -1,0 +1,1 @@
+"""Which logical tensors a model has, read from its Hugging Face config."""
