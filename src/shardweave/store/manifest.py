@@ -43,6 +43,7 @@ class Extent:
 
     @property
     def numel(self) -> int:
+        """Elements of the box."""
         return math.prod(self.shape)
 
 
@@ -57,6 +58,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
@@ -75,6 +77,11 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
