@@ -1,0 +1,363 @@
+"""Checkpoint folders of torch.distributed.checkpoint and of Megatron (``torch_dist``), read in place.
+
+Neither torch nor Megatron is needed or imported: the index is a pickle that is read without running
+it, and each chunk is a stream of ``torch.save`` whose payload is used where it lies.
+
+The folder:
+    ``.metadata``   pickle of ``torch.distributed.checkpoint.metadata.Metadata``: per key dtype, shape and
+                    chunks, per chunk the place of its stream. Written last; its presence is completeness.
+    ``*.distcp``    one stream of ``torch.save`` after another, each with one tensor or one object.
+    ``metadata.json``, ``common.pt``   only Megatron: backend versions, and what all ranks share (args,
+                    iteration, optimizer groups). Newer Megatron keeps the latter in the object
+                    ``common_state/shard_0_1`` instead.
+
+What Megatron's own loader wants (0.16.1) beyond what plain DCP wants:
+    - ``metadata.json`` with ``sharded_backend`` "torch_dist": without it, "not a distributed checkpoint".
+    - ``common.pt``, a dict, with every class in it on Megatron's list of safe globals. It is merged into
+      what ``load`` returns; ``{}`` is enough for ``dist_checkpointing`` itself. The training script
+      reads ``args``, ``checkpoint_version``, ``iteration``, ``num_floating_point_operations_so_far``,
+      ``optimizer``, ``opt_param_scheduler`` and ``content_metadata`` from it.
+    - Every key that the model asks for, with exactly its global shape, unless the model allows another
+      (embedding and output rows: the vocabulary padding depends on TP). Other keys are ignored.
+    - Objects ``<module>._extra_state/shard_<i>_<n>``: the stream of a list with one value per shard,
+      ``[None]`` without TransformerEngine. The loader asks for them as it does for tensors.
+    - Chunks may be cut in any way that covers the tensor; ``mcore_data``, ``planner_data`` and
+      ``all_local_plans`` are not needed to load.
+
+torch checks nothing of an index at load: a chunk that is not there leaves the caller's old values, and
+so do chunks that do not cover their tensor. Here both are refused, before a byte is read.
+
+Source: torch 2.13 ``torch/distributed/checkpoint``; megatron-core 0.16.1 ``dist_checkpointing``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from shardweave.errors import (
+    FormatError,
+    GapError,
+    IndexMismatchError,
+    MissingFileError,
+    OverlapError,
+    ShardweaveError,
+    TruncatedError,
+    UnknownNameError,
+)
+from shardweave.layout.box import Box, subtract
+from shardweave.layout.tiling import find_overlap
+from shardweave.store import torch_save
+from shardweave.store.manifest import Extent, Manifest, StoredTensor
+from shardweave.store.paths import inside
+from shardweave.store.pickles import PLAIN, Allow
+from shardweave.store.pickles_write import to_plain
+from shardweave.store.torch_index import Chunk, Index, Place
+from shardweave.store.torch_save import TensorAt
+
+INDEX: Final = ".metadata"
+CONFIG: Final = "metadata.json"
+COMMON: Final = "common.pt"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+COMMON_OBJECT: Final = "common_state/shard_0_1"
+
+_MAX_SIDE_BYTES: Final = 1 << 30
+
+_NUMPY: Final = {
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): None for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): None for core in ("core", "_core")},
+    **{("numpy", name): None for name in ("ndarray", "dtype")},
+    ("numpy.dtypes", "UInt32DType"): None,
+}
+
+OBJECTS: Final = Allow(
+    {
+        **PLAIN,
+        **_NUMPY,
+        ("argparse", "Namespace"): None,
+        ("types", "SimpleNamespace"): None,
+        ("signal", "Signals"): None,
+        ("pathlib", "PosixPath"): None,
+        ("_io", "BytesIO"): None,
+        ("torch", "device"): None,
+    },
+    others=True,
+)
+"""What ``common.pt`` and stored objects may mention. Classes of frameworks and of users stay stand-ins."""
+
+
+def read(root: Path) -> Manifest:
+    """What a DCP or Megatron folder holds; the payloads are not touched.
+
+    Every stream is opened far enough to know where its payload lies, and compared with the index.
+
+    Args:
+        root: The folder with ``.metadata``, or a Megatron run folder with its tracker file.
+
+    Returns:
+        The manifest, rooted at the folder with ``.metadata``. Its ``records``: ``metadata`` (of
+        metadata.json), ``common`` (of common.pt), ``planner_data`` and ``mcore_data`` (of the index), each
+        where there is one, and ``objects``: by key ``{"file", "offset", "length"}``, for `read_object`.
+
+    Raises:
+        MissingFileError: No index, or files that it names are not there; all are listed.
+        TruncatedError: A file ends before a stream that the index puts there.
+        PickleError: The index or a stream names something outside the allow-list.
+        PathError: The index names a file outside the folder.
+        GapError, OverlapError, OutsideError: The chunks of a key do not tile its tensor.
+        IndexMismatchError: Chunks and streams contradict each other.
+        FormatError, DtypeError: Anything else that torch.distributed.checkpoint does not write.
+    """
+    root = _folder(Path(root))
+    meta = Index(_small_file(root, INDEX), where=str(root / INDEX))
+    records: dict[str, Any] = {}
+    if (root / CONFIG).is_file():
+        records["metadata"] = _config(root)
+    if meta.planner_data is not None:
+        records["planner_data"] = to_plain(meta.planner_data, where=INDEX)
+    if meta.mcore_data:
+        records["mcore_data"] = to_plain(meta.mcore_data, where=INDEX)
+    tensors: dict[str, StoredTensor] = {}
+    with _opened(root, sorted({place[0] for place in meta.places.values()})) as files:
+        for key, (dtype, shape, chunks) in meta.tensors.items():
+            extents = tuple(
+                _extent(files, key, dtype, box, meta.place(key, box[0]))
+                for box in dict.fromkeys(chunks)
+                if math.prod(box[1])
+            )
+            tensors[key] = StoredTensor(key, dtype, shape, extents)
+        records["objects"] = {
+            key: dict(zip(("file", "offset", "length"), meta.place(key, None), strict=True))
+            for key in meta.objects
+        }
+        sizes = {name: len(data) for name, data in files.items()}
+    _prove_streams(meta.places, sizes)
+    prove_tiling(tensors.values())
+    manifest = Manifest(root, "torch_dist", tensors, sizes, records)
+    if (root / COMMON).is_file():
+        with _opened(root, [COMMON]) as files:
+            records["common"] = _load_object(files[COMMON], 0, len(files[COMMON]), where=COMMON)
+    elif COMMON_OBJECT in records["objects"]:
+        records["common"] = read_object(manifest, COMMON_OBJECT)[0]
+    return manifest
+
+
+def object_bytes(manifest: Manifest, key: str) -> bytes:
+    """The ``torch.save`` stream of a stored object, as it lies in the file."""
+    places = manifest.records.get("objects", {})
+    if key not in places:
+        raise UnknownNameError(
+            "a checkpoint must hold the object that is asked for",
+            where=str(manifest.root),
+            equation=f"object {key!r} not among {len(places)}",
+            hint="the keys are in the manifest's records['objects']",
+        )
+    place = places[key]
+    with _opened(manifest.root, [place["file"]]) as files:
+        data, start, stop = files[place["file"]], place["offset"], place["offset"] + place["length"]
+        if stop > len(data):
+            raise TruncatedError(
+                "a file must hold the objects that its index lists",
+                where=place["file"],
+                equation=f"stop({stop}) > file({len(data)})",
+                hint="the file changed since the manifest was read; read it again",
+            )
+        return bytes(data[start:stop])
+
+
+def read_object(manifest: Manifest, key: str) -> Any:
+    """A stored object as plain values; what is no plain value becomes a dict as in `pickles_write.to_plain`.
+
+    >>> from pathlib import Path
+    >>> folder = read(Path("tests/data/dcp_fsdp2_4/dcp"))
+    >>> read_object(folder, "optim.param_groups.0.betas")
+    (0.9, 0.999)
+    """
+    data = object_bytes(manifest, key)
+    return _load_object(data, 0, len(data), where=f"object {key!r}")
+
+
+# --- the folder ---------------------------------------------------------------------------------
+
+
+def _folder(root: Path) -> Path:
+    if (root / INDEX).is_file():
+        return root
+    if (root / TRACKER).is_file():
+        text = (root / TRACKER).read_bytes()[:100].decode("latin1").strip()
+        if not re.fullmatch(r"\d{1,12}|release", text):
+            raise FormatError(
+                "a tracker file holds an iteration or 'release'",
+                where=str(root / TRACKER),
+                equation=f"got {text!r}",
+                hint="give the folder of one iteration instead",
+            )
+        name = text if text == "release" else f"iter_{int(text):07d}"
+        if (root / name / INDEX).is_file():
+            return root / name
+        raise MissingFileError(
+            "a tracker file names a folder with a torch_dist checkpoint",
+            where=str(root / TRACKER),
+            equation=f"{name}/{INDEX} is not there",
+            hint="the save broke off, or the checkpoint is of Megatron's older format (mp_rank_*)",
+        )
+    unfinished = sorted(path.name for path in root.glob(f"*{INDEX}.tmp")) if root.is_dir() else []
+    raise MissingFileError(
+        "a torch_dist folder has an index",
+        where=str(root),
+        equation=f"{INDEX} is not there" + (f", {unfinished[0]} is" if unfinished else ""),
+        hint="the save never finished" if unfinished else f"give the folder that holds {INDEX}, a dot file",
+    )
+
+
+def _small_file(root: Path, name: str) -> bytes:
+    path = inside(root, name, where=str(root))
+    size = path.stat().st_size
+    if size > _MAX_SIDE_BYTES:
+        raise FormatError(
+            "an index must be small beside its tensors",
+            where=str(path),
+            equation=f"{size} bytes > {_MAX_SIDE_BYTES}",
+            hint="this is no file that torch or Megatron writes",
+        )
+    return path.read_bytes()
+
+
+def _config(root: Path) -> dict[str, Any]:
+    path = root / CONFIG
+    try:
+        config = json.loads(_small_file(root, CONFIG))
+    except ShardweaveError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{CONFIG} must be JSON", where=str(path), equation=str(error)[:200], hint="fetch it again"
+        ) from error
+    backend = config.get("sharded_backend") if isinstance(config, dict) else config
+    if backend != "torch_dist":
+        raise FormatError(
+            "a Megatron checkpoint must be of the torch_dist backend",
+            where=str(path),
+            equation=f"sharded_backend({backend!r:.80}) != 'torch_dist'",
+            hint="save it once more with the Megatron that wrote it and --ckpt-format torch_dist",
+        )
+    return dict(config)
+
+
+@contextmanager
+def _opened(root: Path, names: list[str]) -> Iterator[dict[str, torch_save.Buffer]]:
+    """The files, mapped; all missing ones are named at once."""
+    paths = {name: inside(root, name, where=INDEX) for name in names}
+    missing = [name for name, path in paths.items() if not path.is_file()]
+    if missing:
+        raise MissingFileError(
+            "an index names files that are not there",
+            where=str(root),
+            equation=f"missing {len(missing)} of {len(names)}: {', '.join(missing[:50])}",
+            hint="copy the whole folder; every rank of the save wrote files of its own",
+        )
+    opened: dict[str, torch_save.Buffer] = {}
+    try:
+        for name, path in paths.items():
+            with path.open("rb") as file:
+                empty = not path.stat().st_size
+                opened[name] = b"" if empty else mmap(file.fileno(), 0, access=ACCESS_READ)
+        yield opened
+    finally:
+        for data in opened.values():
+            if isinstance(data, mmap):
+                data.close()
+
+
+# --- the streams --------------------------------------------------------------------------------
+
+
+def _extent(files: Mapping[str, torch_save.Buffer], key: str, dtype: str, box: Chunk, place: Place) -> Extent:
+    name, start, length = place
+    tensor = torch_save.load(files[name], start, length, allow=Allow({}), where=f"{name}, {key!r}")
+    found = (tensor.dtype, tensor.shape) if type(tensor) is TensorAt else type(tensor).__name__
+    if found != (dtype, box[1]):
+        raise IndexMismatchError(
+            "a stream must hold what the index says of it",
+            where=f"{name}, stream at byte {start}, {key!r}",
+            equation=f"index says {(dtype, box[1])}, stream holds {found}",
+            hint="index and files are of different saves; copy the whole folder again",
+        )
+    return Extent(box[0], box[1], name, tensor.start, tensor.strides)
+
+
+def _load_object(data: torch_save.Buffer, start: int, length: int, *, where: str) -> Any:
+    value = torch_save.load(data, start, length, allow=OBJECTS, where=where)
+    return torch_save.to_plain(value, data, where=where)
+
+
+def _prove_streams(places: Mapping[Any, Place], sizes: Mapping[str, int]) -> None:
+    """No two streams share bytes, and none reaches past its file."""
+    last = ("", 0)
+    for name, start, length in sorted(places.values()):
+        if start + length > sizes[name]:
+            raise TruncatedError(
+                "a file must hold the streams that its index lists",
+                where=name,
+                equation=f"start({start}) + length({length}) > file({sizes[name]})",
+                hint="the copy or the save of this file broke off; fetch it again",
+            )
+        if last[0] == name and start < last[1]:
+            raise OverlapError(
+                "two streams of a file must not share bytes",
+                where=name,
+                equation=f"one ends at {last[1]}, the next starts at {start}",
+                hint="the index was edited or merged by hand; write it again with torch",
+            )
+        last = name, start + length
+
+
+def prove_tiling(tensors: Any) -> None:
+    """Each element of each tensor lies in exactly one extent.
+
+    Raises:
+        GapError, OverlapError: With the key and a box.
+    """
+    by_rank: dict[int, list[tuple[StoredTensor, Extent]]] = {}
+    for tensor in tensors:
+        for extent in tensor.extents:
+            by_rank.setdefault(len(tensor.shape), []).append((tensor, extent))
+    for rank, pairs in by_rank.items():
+        group = np.unique([tensor.key for tensor, _ in pairs], return_inverse=True)[1].astype(np.int64)
+        low = np.array([extent.offset for _, extent in pairs], dtype=np.int64).reshape(len(pairs), rank)
+        size = np.array([extent.shape for _, extent in pairs], dtype=np.int64).reshape(len(pairs), rank)
+        both = find_overlap(group, low, low + size)
+        if both is not None:
+            (tensor, first), (_, second) = pairs[both[0]], pairs[both[1]]
+            raise OverlapError(
+                "no element may be stored in two chunks",
+                where=repr(tensor.key),
+                equation=f"chunk at {first.offset} of shape {first.shape} and chunk at {second.offset} of "
+                f"shape {second.shape}",
+                hint="nobody can say which of the two is right; save the checkpoint again",
+            )
+    for tensor in tensors:
+        stored, needed = sum(extent.numel for extent in tensor.extents), math.prod(tensor.shape)
+        if stored != needed:
+            raise GapError(
+                "the chunks of a tensor must cover it",
+                where=f"{tensor.key!r}, box {_gap(tensor)}",
+                equation=f"elements stored({stored}) != prod(shape{tensor.shape})({needed})",
+                hint="torch would leave the rest at its old values; find the missing chunks or save again",
+            )
+
+
+def _gap(tensor: StoredTensor) -> str:
+    left = [Box.of((0,) * len(tensor.shape), tensor.shape)]
+    for extent in tensor.extents[:1000]:
+        chunk = Box.of(extent.offset, extent.shape)
+        left = [rest for box in left for rest in subtract(box, chunk)]
+    return f"{left[0]}"
