@@ -1,0 +1,28 @@
+"""From two layouts to the copies between them: planning, proof, cost, simulation, file form."""
+
+from __future__ import annotations
+
+from shardweave.plan.cost import Cost, cost, needed_bytes
+from shardweave.plan.file import decode, encode, load, save
+from shardweave.plan.plan import Copy, Family, Plan
+from shardweave.plan.planner import plan
+from shardweave.plan.proof import prove_plan
+from shardweave.plan.simulate import empty, materialise, simulate
+
+__all__ = [
+    "Copy",
+    "Cost",
+    "Family",
+    "Plan",
+    "cost",
+    "decode",
+    "empty",
+    "encode",
+    "load",
+    "materialise",
+    "needed_bytes",
+    "plan",
+    "prove_plan",
+    "save",
+    "simulate",
+]
