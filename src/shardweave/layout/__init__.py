@@ -5,7 +5,7 @@ Standard library and numpy only. Everything above is written in these words.
 
 from __future__ import annotations
 
-from shardweave.layout.box import Box, flat_boxes, flat_interval, intersect, subtract
+from shardweave.layout.box import Box, contiguous_runs, flat_boxes, flat_interval, intersect, subtract
 from shardweave.layout.buffer import Buffer, BufferRule, Part, Piece, Sharded, along, replicated
 from shardweave.layout.layout import Layout
 from shardweave.layout.mesh import Mesh, ordered
@@ -26,6 +26,7 @@ from shardweave.layout.run import (
     PAD,
     Dim,
     Run,
+    balanced,
     chunk,
     concat,
     cut,
@@ -58,7 +59,9 @@ __all__ = [
     "Tensor",
     "Transform",
     "along",
+    "balanced",
     "chunk",
+    "contiguous_runs",
     "concat",
     "cut",
     "even",

@@ -26,27 +26,35 @@ class Box:
     dims: tuple[range, ...]
 
     def __post_init__(self) -> None:
-        for dim in self.dims:
-            if dim.step < 1:
-                raise OutsideError("a box steps forward", equation=f"step({dim.step}) < 1", hint="swap the ends")
+        for i, dim in enumerate(self.dims):
+            if dim.step < 1 or (dim and dim.start < 0):
+                raise OutsideError(
+                    "a box steps forward and starts at 0 or later",
+                    where=f"dim {i} of {len(self.dims)}",
+                    equation=f"start({dim.start}), step({dim.step})",
+                    hint="swap the ends of a reversed range; count indices from 0",
+                )
         # The two ends of a range say more than the indices do; the canonical end is one past the last.
         object.__setattr__(self, "dims", tuple(_canonical(dim) for dim in self.dims))
 
     @classmethod
     def of(cls, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """The box of step 1 at ``offset`` with ``shape``."""
+        """The box of step 1 at ``offset`` with ``shape``. Law: its ``offset`` and ``shape`` are those given."""
         return cls(tuple(range(o, o + s) for o, s in zip(offset, shape, strict=True)))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """How many indices each dim has."""
         return tuple(len(dim) for dim in self.dims)
 
     @property
     def offset(self) -> tuple[int, ...]:
+        """The first index of each dim; 0 where a dim is empty."""
         return tuple(dim.start for dim in self.dims)
 
     @property
     def numel(self) -> int:
+        """How many elements the box has; 1 without dims."""
         return math.prod(len(dim) for dim in self.dims)
 
     def __contains__(self, index: Sequence[int]) -> bool:
@@ -74,7 +82,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def intersect_range(a: range, b: range) -> range:
-    """The indices of both ranges; the first one solves two congruences, the step is their lcm."""
+    """The indices of both ranges, ascending: the first solves two congruences, the step is their lcm.
+
+    Law: ``i in intersect_range(a, b)`` exactly when ``i in a and i in b``.
+    """
     gcd = math.gcd(a.step, b.step)
     if not len(a) or not len(b) or (b.start - a.start) % gcd:
         return range(0)
@@ -185,6 +196,8 @@ def flat_interval(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
 def contiguous_runs(shape: Sequence[int], box: Box) -> tuple[int, int]:
     """How many contiguous stretches a box is in row-major storage, and how many elements each has.
 
+    Law: the flat indices of the box in row-major order are so many stretches of that length.
+
     >>> contiguous_runs((4, 6), Box.of((0, 2), (4, 3)))
     (4, 3)
     """
@@ -200,5 +213,8 @@ def contiguous_runs(shape: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def indices(box: Box) -> Iterator[tuple[int, ...]]:
-    """Every index of a box in row-major order; for tests and small pictures."""
+    """Every index of a box in row-major order; for tests and small pictures.
+
+    Law: ``set(indices(b))`` is all that is ``in b``, ``b.numel`` of them.
+    """
     return itertools.product(*box.dims)

@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from shardweave.errors import MeshError
+from shardweave.layout.run import LABEL
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -52,9 +53,10 @@ class Mesh:
         size = math.prod(n for _, n in self.axes)
         for view in (self.axes, *self.views):
             names = [name for name, _ in view]
-            if len(set(names)) != len(names) or any(n < 1 for _, n in view):
+            if len(set(names)) != len(names) or not all(n > 0 and LABEL.fullmatch(name) for name, n in view):
                 raise MeshError(
-                    "the axes of a mesh have different names and positive sizes",
+                    "the axes of a mesh are words, each once, with positive sizes",
+                    where="a mesh",
                     equation=f"axes({_format_axes(view)})",
                     hint="name each axis once; leave out axes that do not exist",
                 )
@@ -62,26 +64,29 @@ class Mesh:
             if other != size:
                 raise MeshError(
                     "every factorisation of a mesh has the same number of ranks",
+                    where=f"mesh {_format_axes(self.axes)}",
                     equation=f"{_product(self.axes)} = {size} != {_product(view)} = {other}",
                     hint="the expert axes etp*ep*edp*pp must multiply to the dense ones tp*cp*dp*pp",
                 )
         if self.offset < 0:
-            raise MeshError("ranks start at 0", equation=f"offset({self.offset}) < 0", hint="use a rank >= 0")
-        seen = dict(self.axes)
+            raise MeshError(
+                "ranks start at 0",
+                where=f"mesh {_format_axes(self.axes)}",
+                equation=f"offset({self.offset}) < 0",
+                hint="use a rank >= 0",
+            )
         table = _columns(self.axes)
         for view in self.views:
-            columns = _columns(view)
-            for name, n in view:
-                if name not in seen:
-                    seen[name], table[name] = n, columns[name]
-                elif seen[name] != n or not np.array_equal(table[name], columns[name]):
-                    first = int(np.flatnonzero(table[name] != columns[name])[0]) if seen[name] == n else 0
+            for name, column in _columns(view).items():
+                known = table.setdefault(name, column)
+                if not np.array_equal(known, column):
+                    first = int(np.argmax(known != column))
                     raise MeshError(
                         "an axis that two factorisations share has the same groups in both",
                         where=f"axis {name!r}, rank {self.offset + first}",
                         equation=(
-                            f"coordinate {table[name][first]} in {_format_axes(self.axes)} != "
-                            f"{columns[name][first]} in {_format_axes(view)}"
+                            f"coordinate {known[first]} in {_format_axes(self.axes)} != "
+                            f"{column[first]} in {_format_axes(view)}"
                         ),
                         hint="put the shared axis last in the order of both, as in tp-cp-ep-dp-pp",
                     )
@@ -110,7 +115,7 @@ class Mesh:
         return columns
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The coordinate of a global rank on every axis of every factorisation."""
+        """The coordinate of a global rank on every axis of every factorisation. Undone by ``rank``."""
         if rank not in self.ranks:
             raise MeshError(
                 "a rank belongs to its mesh",
@@ -162,29 +167,36 @@ class Mesh:
 
         The members of a group ascend by global rank, and so does the list of groups by first
         member; a rank in a group is therefore the same on every rank and in every process.
+
+        Law: the groups partition the ranks, and each has one member a coordinate on ``axes``.
         """
+        key = np.zeros(self.size, dtype=np.int64)
+        for name in self._others(axes):
+            key = key * self.sizes[name] + self.columns[name]
+        # A stable sort keeps the members of a group ascending.
+        members = np.argsort(key, kind="stable") + self.offset
+        width = math.prod(self.sizes[name] for name in set(axes))
+        return tuple(sorted(tuple(group) for group in members.reshape(-1, width).tolist()))
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The group over ``axes`` that a global rank belongs to. Law: it is one of ``groups(*axes)``."""
+        coordinate = self.coordinate(rank)
+        return tuple(self.where({name: coordinate[name] for name in self._others(axes)}).tolist())
+
+    def _others(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes beside ``axes`` in the first factorisation that has them all."""
         for name in axes:
             self.axis_size(name)
         for view in (self.axes, *self.views):
-            if all(any(name == axis for axis, _ in view) for name in axes):
-                fixed = [name for name, _ in view if name not in axes]
-                key = np.zeros(self.size, dtype=np.int64)
-                for name in fixed:
-                    key = key * self.sizes[name] + self.columns[name]
-                order = np.lexsort((np.arange(self.size), key))
-                members = (order + self.offset).reshape(-1, math.prod(self.sizes[name] for name in axes))
-                return tuple(sorted(tuple(int(r) for r in group) for group in members))
+            names = tuple(name for name, _ in view)
+            if set(axes) <= set(names):
+                return tuple(name for name in names if name not in axes)
         raise MeshError(
             "the axes of a group belong to one factorisation",
             where=f"mesh {self}",
             equation=f"no factorisation has all of {', '.join(axes)}",
             hint="take the groups of each factorisation on their own",
         )
-
-    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group over ``axes`` that a global rank belongs to."""
-        self.coordinate(rank)
-        return next(group for group in self.groups(*axes) if rank in group)
 
     def __str__(self) -> str:
         from shardweave.layout.notation import format_mesh
@@ -195,7 +207,7 @@ class Mesh:
 def ordered(order: str, sizes: Mapping[str, int], *, offset: int = 0) -> Mesh:
     """A mesh from an order string, the leftmost token varying fastest.
 
-    A token without a size has size 1. A size without a token is refused unless it is 1: a rank
+    Law: ``rank == offset + sum(coordinate * product of the sizes to its left)``. A token without a size has size 1. A size without a token is refused unless it is 1: a rank
     order that leaves out a real axis says nothing about where its ranks are.
 
     >>> ordered("tp-pp-dp", {"tp": 2, "pp": 2, "dp": 2}).groups("dp")

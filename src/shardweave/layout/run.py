@@ -18,11 +18,16 @@ q[0:4] k[0:2]
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardweave.errors import CutError
+from shardweave.errors import CutError, OutsideError
+
+LABEL = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+"""A label is a word: it stands in the notation without quotes."""
 
 PAD = None
 """The label of padding: a stretch that belongs to no element, is never stored to a file and never sent."""
@@ -50,7 +55,8 @@ class Run:
         """The indices at positions ``start`` to ``stop`` of this run."""
         if self.label is PAD:
             return Run(PAD, 0, stop - start)
-        return Run(self.label, self.start + start * self.step, stop - start, self.step)
+        step = self.step if stop - start > 1 else 1
+        return Run(self.label, self.start + start * self.step, stop - start, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +89,20 @@ class Dim:
                 yield from ((run.label, run.start + i * run.step) for i in range(run.count))
 
     def __getitem__(self, position: int) -> tuple[str | None, int]:
+        size = len(self)
+        if not -size <= position < size:
+            raise OutsideError(
+                "a position lies inside its dim",
+                where=f"dim {_brief(self)}",
+                equation=f"position({position}) is not in {-size}..{size - 1}",
+                hint="positions count what is stored, not the indices of the tensor",
+            )
+        left = position % size
         for run in self.runs:
-            if position < run.count:
-                return run.label, 0 if run.label is PAD else run.start + position * run.step
-            position -= run.count
-        raise IndexError("position past the end of the dim")
+            if left < run.count:
+                return run.label, 0 if run.label is PAD else run.start + left * run.step
+            left -= run.count
+        raise AssertionError("the runs of a dim add up to its length")
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -97,7 +112,7 @@ class Dim:
     @property
     def positions(self) -> tuple[int, ...]:
         """The storage position at which each run begins."""
-        return tuple(itertools.accumulate((run.count for run in self.runs[:-1]), initial=0)) if self.runs else ()
+        return (0, *itertools.accumulate(run.count for run in self.runs))[: len(self.runs)]
 
     def only(self, label: str) -> Dim:
         """The runs of one tensor, in storage order."""
@@ -118,54 +133,64 @@ def _canonical(runs: Iterable[Run]) -> Iterator[Run]:
     rules look at indices alone, so the result does not depend on how the runs were given; both
     take a whole run at a time, so the cost is in runs and not in indices.
     """
-    stretch: Run | None = None  # a stretch of step 1 that may still grow
-    loose = _Singles()
-    for run in itertools.chain(runs, (None,)):
-        if run is not None:
-            if run.count == 0:
+    singles = _Singles()
+    for stretch in _stretches(runs):
+        if stretch.label is not PAD and (stretch.count == 1 or stretch.step > 1):
+            yield from singles.add(stretch)
+        else:
+            yield from singles.close()
+            yield stretch
+    yield from singles.close()
+
+
+def _stretches(runs: Iterable[Run]) -> Iterator[Run]:
+    """The maximal stretches of step 1; single ones inside a stepped run stay together in one run."""
+    left: Run | None = None
+    for run in runs:
+        _check_run(run)
+        # Only the two ends of a stepped run can have a neighbour that is consecutive.
+        ends = (0, run.count) if run.step == 1 else (0, 1, max(1, run.count - 1), run.count)
+        for start, stop in itertools.pairwise(ends):
+            if start >= stop:
                 continue
-            if run.count < 0 or run.step < 1 or run.start < 0:
-                raise CutError(
-                    "a run has start >= 0, count >= 0 and step >= 1",
-                    equation=f"start={run.start}, count={run.count}, step={run.step}",
-                    hint="write a reversed or repeated stretch as several runs",
-                )
-            if run.label is PAD:
-                run = Run(PAD, 0, run.count)
-            elif run.step != 1 and run.count > 1:
-                # Each index is a stretch of its own, but the two at the ends may join a neighbour.
-                head, body, tail = run.part(0, 1), run.part(1, run.count - 1), run.part(run.count - 1, run.count)
-                if stretch is not None and _joins(stretch, head):
-                    stretch = Run(stretch.label, stretch.start, stretch.count + 1)
-                    yield from _flush(stretch, loose)
-                elif stretch is not None:
-                    yield from _flush(stretch, loose)
-                    yield from loose.add(head)
-                else:
-                    yield from loose.add(head)
-                if body.count:
-                    yield from loose.add(body)
-                stretch = Run(tail.label, tail.start, 1)
+            right = run.part(start, stop)
+            if left is not None and _joins(left, right):
+                left = Run(left.label, left.start, left.count + right.count)
                 continue
-        if stretch is not None and run is not None and _joins(stretch, run):
-            stretch = Run(stretch.label, stretch.start, stretch.count + run.count)
-            continue
-        if stretch is not None:
-            yield from _flush(stretch, loose)
-        stretch = None if run is None else Run(run.label, run.start, run.count)
-    yield from loose.close()
+            if left is not None:
+                yield left
+            left = right
+    if left is not None:
+        yield left
 
 
 def _joins(left: Run, right: Run) -> bool:
-    return left.label == right.label and (left.label is PAD or right.start == left.start + left.count)
+    if left.label is PAD or right.label is PAD:
+        return left.label is right.label
+    single_steps = left.label == right.label and left.step == right.step == 1
+    return single_steps and right.start == left.start + left.count
 
 
-def _flush(stretch: Run, loose: _Singles) -> Iterator[Run]:
-    if stretch.count == 1 and stretch.label is not PAD:
-        yield from loose.add(stretch)
-    else:
-        yield from loose.close()
-        yield stretch
+def _check_run(run: Run) -> None:
+    if run.count < 0 or run.step < 1 or not 0 <= run.start <= max(run.start, run.last) < 1 << 63:
+        raise CutError(
+            "a run has start >= 0, count >= 0, step >= 1 and indices below 2**63",
+            where=f"run of {run.label!r}",
+            equation=f"start({run.start}), count({run.count}), step({run.step})",
+            hint="write a reversed or repeated stretch as several runs",
+        )
+    if run.label and not _is_label(run.label):
+        raise CutError(
+            "the label of a run is a word",
+            where="a run of a dim",
+            equation=f"label({run.label!r}) does not match {LABEL.pattern}",
+            hint="use letters, digits, '_', '.' and '-', a letter first",
+        )
+
+
+@functools.cache
+def _is_label(label: str) -> bool:
+    return LABEL.fullmatch(label) is not None
 
 
 class _Singles:
@@ -188,8 +213,7 @@ class _Singles:
                 self.open = None
             one = run.part(0, 1)
             if self.pending and self.pending[-1].label != one.label:
-                yield from self.pending
-                self.pending = []
+                yield from self.close()
             if len(self.pending) == 2:
                 first, second = self.pending
                 step = second.start - first.start
@@ -200,7 +224,7 @@ class _Singles:
                     yield first
                     self.pending = [second]
                 continue
-            self.pending.append(Run(one.label, one.start, 1))
+            self.pending.append(one)
             run = run.part(1, run.count)
 
     def close(self) -> Iterator[Run]:
@@ -214,12 +238,12 @@ class _Singles:
 
 
 def whole(size: int, label: str = "") -> Dim:
-    """All ``size`` indices of a dim, in order."""
+    """All ``size`` indices of a dim, in order. Law: ``whole(n)[i] == ("", i)``."""
     return Dim((Run(label, 0, size),))
 
 
 def concat(*dims: Dim) -> Dim:
-    """The dims one after the other. Law: ``len(concat(a, b)) == len(a) + len(b)``."""
+    """The dims one after the other. Law: ``list(concat(a, b)) == list(a) + list(b)``."""
     return Dim(run for dim in dims for run in dim.runs)
 
 
@@ -259,18 +283,20 @@ def split(dim: Dim, sizes: Sequence[int], part: int) -> Dim:
     """
     if sum(sizes) != len(dim) or min(sizes, default=0) < 0:
         raise CutError(
-            "the sizes of a split add up to its dim",
+            "the sizes of a split are not negative and add up to its dim",
             where=f"dim {_brief(dim)}",
-            equation=f"sum({_list(sizes)}) = {sum(sizes)} != len({len(dim)})",
+            equation=f"sum({_list(sizes)}) = {sum(sizes)} against len({len(dim)})",
             hint="give one size a part, zero where a part is empty",
         )
-    _check_part(len(sizes), part)
+    _check_part(dim, len(sizes), part)
     start = sum(sizes[:part])
     return cut(dim, start, start + sizes[part])
 
 
 def even(dim: Dim, parts: int, part: int, *, what: str = "the dim") -> Dim:
     """Part number ``part`` of a dim cut into ``parts`` equal stretches.
+
+    Law: ``even(d, n, i) == split(d, (len(d) // n,) * n, i)``, and ``n`` divides ``len(d)``.
 
     Raises:
         CutError: ``parts`` does not divide the dim; ``what`` names it in the message.
@@ -282,21 +308,37 @@ def even(dim: Dim, parts: int, part: int, *, what: str = "the dim") -> Dim:
             equation=f"len({len(dim)}) % parts({parts}) = {len(dim) % parts if parts > 0 else 'undefined'} != 0",
             hint="use split() with explicit sizes, chunk() for torch's rule, or pad() first",
         )
-    _check_part(parts, part)
+    _check_part(dim, parts, part)
     size = len(dim) // parts
     return cut(dim, part * size, (part + 1) * size)
 
 
 def chunk(dim: Dim, parts: int, part: int) -> Dim:
-    """Part number ``part`` under the rule of ``torch.chunk``: equal stretches, the last ones short or empty.
+    """Part number ``part`` by the rule of ``torch.chunk``: equal stretches, the last ones short or empty.
+
+    Law: the parts that are not empty are those of ``torch.chunk``, in order.
 
     >>> [len(chunk(whole(6), 4, i)) for i in range(4)]
     [2, 2, 2, 0]
     """
-    _check_part(parts, part)
+    _check_part(dim, parts, part)
     size = -(-len(dim) // parts)
     start = min(part * size, len(dim))
     return cut(dim, start, min(start + size, len(dim)))
+
+
+def balanced(dim: Dim, parts: int, part: int) -> Dim:
+    """Part number ``part`` by the rule of ``torch.tensor_split``: lengths differ by one at most.
+
+    Law: the parts are those of ``torch.tensor_split``: the first ``len(d) % n`` are one longer.
+
+    >>> [len(balanced(whole(30), 4, i)) for i in range(4)]
+    [8, 8, 7, 7]
+    """
+    _check_part(dim, parts, part)
+    size, longer = divmod(len(dim), parts)
+    start = part * size + min(part, longer)
+    return cut(dim, start, start + size + (part < longer))
 
 
 def take(dim: Dim, ids: Sequence[int], block: int = 1) -> Dim:
@@ -329,7 +371,14 @@ def take(dim: Dim, ids: Sequence[int], block: int = 1) -> Dim:
 def select(dim: Dim, positions: Dim) -> Dim:
     """The composition of two dims: ``positions`` says which positions of ``dim`` to hold.
 
-    Law: ``select(d, p)[i] == d[p[i]]``; padding of ``positions`` stays padding.
+    The label of ``positions`` plays no part.
+
+    Laws:
+        ``select(d, p)[i] == d[p[i]]``; padding of ``positions`` stays padding.
+        ``select(select(a, b), c) == select(a, select(b, c))``.
+
+    >>> print(select(concat(whole(4, "q"), whole(8, "k")), Dim([Run("", 1, 4, 3)])))
+    q[1:2] k[0:7:3]
     """
     starts = dim.positions
     size = len(dim)
@@ -366,34 +415,38 @@ def select(dim: Dim, positions: Dim) -> Dim:
 def interleave(*dims: Dim, block: int = 1) -> Dim:
     """Blocks of ``block`` indices of each dim in turn.
 
+    Law: with ``n`` dims, ``interleave(*dims, block=b)[(i * n + j) * b + k] == dims[j][i * b + k]``.
+
     >>> print(interleave(whole(4, "gate"), whole(4, "up"), block=2))
     gate[0:2] up[0:2] gate[2:4] up[2:4]
     """
-    lengths = {len(dim) for dim in dims}
-    if len(lengths) != 1 or block < 1 or next(iter(lengths)) % block:
+    lengths = sorted({len(dim) for dim in dims})
+    if len(lengths) != 1 or block < 1 or lengths[0] % block:
         raise CutError(
             "interleaved dims have one length, a multiple of the block",
-            equation=f"lengths({_list(sorted(lengths))}), block({block})",
+            where=f"{len(dims)} dims",
+            equation=f"lengths({_list(lengths)}), block({block})",
             hint="pad the shorter dim, or concat() what is not interleaved",
         )
-    size = next(iter(lengths))
-    return Dim(
-        run
-        for start in range(0, size, block)
-        for dim in dims
-        for run in _cut_runs(dim.runs, start, start + block)
-    )
+    size = lengths[0]
+    starts = (first + start for start in range(0, size, block) for first in range(0, size * len(dims), size))
+    return select(concat(*dims), Dim(Run("", start, block) for start in starts))
 
 
 def pad(dim: Dim, multiple: int) -> Dim:
     """The dim followed by as much padding as makes its length a multiple of ``multiple``.
+
+    Law: ``cut(pad(d, m), 0, len(d)) == d``, and fewer than ``m`` places are padding.
 
     >>> print(pad(whole(7), 4))
     [0:7] pad[1]
     """
     if multiple < 1:
         raise CutError(
-            "a dim is padded to a positive multiple", equation=f"multiple({multiple}) < 1", hint="use 1 for none"
+            "a dim is padded to a positive multiple",
+            where=f"dim {_brief(dim)}",
+            equation=f"multiple({multiple}) < 1",
+            hint="use 1 for no padding",
         )
     return concat(dim, Dim((Run(PAD, 0, -len(dim) % multiple),)))
 
@@ -417,15 +470,19 @@ def repeat(dim: Dim, times: int, *, block: int) -> Dim:
 
 
 def relabel(dim: Dim, label: str) -> Dim:
-    """The same indices, said of the tensor ``label``; padding stays padding."""
+    """The same indices, said of the tensor ``label``; padding stays padding.
+
+    Law: ``relabel(d, t)[i] == (t, d[i][1])``.
+    """
     return Dim(run if run.label is PAD else Run(label, run.start, run.count, run.step) for run in dim.runs)
 
 
-def _check_part(parts: int, part: int) -> None:
+def _check_part(dim: Dim, parts: int, part: int) -> None:
     if not 0 <= part < parts:
         raise CutError(
             "a part of a cut exists",
-            equation=f"part({part}) is not in 0..{parts - 1}",
+            where=f"dim {_brief(dim)}",
+            equation=f"part({part}) is not in 0..{parts - 1} of {parts} parts",
             hint="parts are counted from 0",
         )
 
