@@ -8,13 +8,14 @@ Source: torch 2.13 ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from shardweave.errors import DtypeError, FormatError, IndexMismatchError, OutsideError, OverlapError
 from shardweave.store import pickles, torch_save
 from shardweave.store.manifest import ITEMSIZE
 from shardweave.store.pickles import PLAIN, Allow, Global, Instance
+from shardweave.store.pickles_write import dump
 
 _DCP: Final = "torch.distributed.checkpoint"
 
@@ -189,3 +190,47 @@ class Index:
             equation=f"it has {what}",
             hint="the file is damaged, or of a version of torch that is not known here",
         )
+
+
+def render(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Sequence[Chunk]]],
+    objects: Sequence[str],
+    places: Mapping[tuple[str, tuple[int, ...] | None], Place],
+    *,
+    planner_data: Any = None,
+    mcore_data: Any = None,
+) -> bytes:
+    """The bytes of ``.metadata``, for which ``Index`` returns the arguments again."""
+    layout = Instance(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Instance(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
+
+    def made(name: str, /, module: str = "metadata", **state: Any) -> Instance:
+        return Instance(Global(f"{_DCP}.{module}", name), (), state)
+
+    def sizes(values: tuple[int, ...]) -> Instance:
+        return Instance(Global("torch", "Size"), (values,))
+
+    def index(key: str, offset: tuple[int, ...] | None) -> Instance:
+        place: dict[str, Any] = {} if offset is None else {"offset": sizes(offset)}
+        return made("MetadataIndex", fqn=key, index=None, **place)
+
+    entries: dict[str, Instance] = {}
+    for key, (dtype, shape, chunks) in tensors.items():
+        like = Global("torch", dtype), layout, False, contiguous, False
+        properties = Instance(Global(f"{_DCP}.metadata", "TensorProperties"), (), like)
+        boxes = [made("ChunkStorageMetadata", offsets=sizes(o), sizes=sizes(s)) for o, s in chunks]
+        entries[key] = made("TensorStorageMetadata", properties=properties, size=sizes(shape), chunks=boxes)
+    entries |= {key: made("BytesStorageMetadata") for key in objects}
+    state: dict[str, Any] = {
+        "state_dict_metadata": entries,
+        "planner_data": planner_data,
+        "storage_data": {
+            index(*at): made("_StorageInfo", "filesystem", relative_path=name, offset=start, length=length)
+            for at, (name, start, length) in places.items()
+        },
+        "storage_meta": None,
+        "version": "1.0.0",
+    }
+    if mcore_data is not None:
+        state["mcore_data"] = mcore_data
+    return dump(made("Metadata", **state))
