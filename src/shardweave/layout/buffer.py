@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NoReturn
 
 from shardweave.errors import BufferRuleError
 from shardweave.layout.box import Box
 from shardweave.layout.mesh import Mesh
-from shardweave.layout.run import Dim
-from shardweave.layout.tensor import Tensor, fill
+from shardweave.layout.run import PAD, Dim
+from shardweave.layout.tensor import Tensor, fill, placeholders
 from shardweave.layout.transform import IDENTITY, Transform
 
 
@@ -30,6 +31,8 @@ class Sharded:
 
 def along(mesh: Mesh, axes: str | tuple[str, ...], cut: Callable[..., Dim]) -> Sharded:
     """The dim that ``cut`` gives for each coordinate on ``axes``.
+
+    Law: a rank at coordinates ``c`` on ``axes`` holds ``cut(*c)``.
 
     >>> from shardweave.layout import Mesh, even, whole
     >>> print(*along(Mesh((("tp", 2),)), "tp", lambda r: even(whole(6), 2, r)).dims)
@@ -69,7 +72,8 @@ class BufferRule:
             tensors and names their labels; all others hold the label ``""``.
         stacked: The dims that form the stored array, outermost first; the index dims that are left
             out are separate arrays. ``None`` means the dims of one member, in order.
-        local: Index dims whose numbers in the name count from 0 on each rank.
+        numbers: For index dims that are numbered otherwise in the name than in the model: the number
+            printed at each position. Frameworks count the layers and experts of a rank from 0.
         where: The coordinates at which the buffer exists, for each axis that restricts it.
         dtype: The stored dtype; ``""`` means that of the tensors.
         transform: How stored values follow from logical ones.
@@ -79,66 +83,96 @@ class BufferRule:
     parts: tuple[Part, ...]
     dims: tuple[Dim | Sharded, ...]
     stacked: tuple[int, ...] | None = None
-    local: tuple[str, ...] = ()
+    numbers: tuple[tuple[str, Dim | Sharded], ...] = ()
     where: tuple[tuple[str, tuple[int, ...]], ...] = ()
     dtype: str = ""
     transform: Transform = IDENTITY
 
     def __post_init__(self) -> None:
-        first = self.parts[0].tensor
-        index = tuple(name for name, _ in first.index)
+        first = self.parts[0].tensor if self.parts else None
+        if first is None:
+            self._refuse("a buffer holds a tensor", "parts()", "give at least one part")
         if self.stacked is None:
-            object.__setattr__(self, "stacked", tuple(range(len(index), first.num_dims)))
+            object.__setattr__(self, "stacked", tuple(range(len(first.index), first.num_dims)))
         if not self.dtype:
             object.__setattr__(self, "dtype", first.dtype)
-        self._check(index)
+        self._check_dims(first)
+        self._check_names()
+        self._check_labels()
+        self._check_axes()
 
-    def _check(self, index: tuple[str, ...]) -> None:
+    def _refuse(self, rule: str, equation: str, hint: str) -> NoReturn:
+        raise BufferRuleError(rule, where=f"buffer {self.name!r}", equation=equation, hint=hint)
+
+    def _check_dims(self, first: Tensor) -> None:
         assert self.stacked is not None
-        num_dims = self.parts[0].tensor.num_dims
-
-        def refuse(rule: str, equation: str, hint: str) -> None:
-            raise BufferRuleError(rule, where=f"buffer {self.name!r}", equation=equation, hint=hint)
-
-        for part in self.parts:
-            if tuple(name for name, _ in part.tensor.index) != index or part.tensor.num_dims != num_dims:
-                refuse(
+        for tensor in (part.tensor for part in self.parts):
+            if [name for name, _ in tensor.index] != list(self.index) or tensor.num_dims != first.num_dims:
+                self._refuse(
                     "the parts of a buffer have the same index dims and the same number of dims",
-                    f"{part.tensor.name}: {part.tensor.num_dims} dims != {self.parts[0].tensor.name}: {num_dims} dims",
+                    f"{tensor.name}: {tensor.num_dims} dims != {first.name}: {first.num_dims} dims",
                     "fuse tensors of one kind only",
                 )
-        if len(self.dims) != num_dims:
-            refuse(
+        if len(self.dims) != first.num_dims:
+            self._refuse(
                 "a buffer says what it holds of every dim of its tensors",
-                f"dims({len(self.dims)}) != index dims + shape dims({num_dims})",
+                f"dims({len(self.dims)}) != index dims + shape dims({first.num_dims})",
                 "give one dim for each index dim, then one for each dim of the shape",
             )
-        missing = set(range(len(index), num_dims)) - set(self.stacked)
-        if missing or len(set(self.stacked)) != len(self.stacked) or not set(self.stacked) <= set(range(num_dims)):
-            refuse(
+        shape_dims = set(range(len(first.index), first.num_dims))
+        once = len(set(self.stacked)) == len(self.stacked)
+        if not (once and shape_dims <= set(self.stacked) <= set(range(first.num_dims))):
+            self._refuse(
                 "the stored array has every dim of a member once",
-                f"stacked{self.stacked} of dims 0..{num_dims - 1}, of which {len(index)} are index dims",
+                f"stacked{self.stacked} of dims 0..{first.num_dims - 1}, the first {len(first.index)} index dims",
                 "only index dims may be left out; each then is a placeholder of the name",
             )
+
+    def _check_names(self) -> None:
+        assert self.stacked is not None
+        separate = [name for i, name in enumerate(self.index) if i not in self.stacked]
+        if sorted(placeholders(self.name)) != sorted(separate) or not set(self.local) <= set(separate):
+            self._refuse(
+                "the name of a buffer has one placeholder for each index dim that is not stacked",
+                f"placeholders({', '.join(placeholders(self.name))}), local({', '.join(self.local)}) "
+                f"!= separate index dims({', '.join(separate)})",
+                "write the name as 'layers.{layer}.weight', or stack the dim",
+            )
+        if not self.name or any(c.isspace() for c in self.name):
+            self._refuse("the name of a buffer is one word", f"name({self.name!r})", "write it without blanks")
+        for i, name in enumerate(self.index):
+            if name in separate and any(run.label is PAD for d in table_of(self.dims[i]) for run in d.runs):
+                self._refuse(
+                    "an array of its own holds a member of its family",
+                    f"index dim {name!r} has padding and is not stacked",
+                    "leave the padding out, or stack the dim",
+                )
+
+    def _check_labels(self) -> None:
         labels = [part.label for part in self.parts]
-        fused = [i for i, dim in enumerate(self.dims) if any(label for d in table_of(dim) for label in d.labels)]
-        held = {label for i in fused for d in table_of(self.dims[i]) for label in d.labels}
-        if len(set(labels)) != len(labels) or len(fused) > 1 or (held and held != set(labels)):
-            refuse(
-                "one dim of a buffer is fused, and it names each part of the buffer",
-                f"labels in dims {fused}: {sorted(held)} != parts {labels}",
+        held = {label for i in self.fused for d in table_of(self.dims[i]) for label in d.labels}
+        named = set(labels) == held and "" not in held if self.fused else len(labels) == 1
+        if len(self.fused) > 1 or len(set(labels)) != len(labels) or not named:
+            self._refuse(
+                "one dim of a buffer of several tensors is fused, and its labels are those of the parts",
+                f"labels in dims {list(self.fused)}: {sorted(held)} != parts {labels}",
                 "label the runs of the fused dim and give each part its label",
             )
-        if not fused and len(self.parts) > 1:
-            refuse("a buffer of several tensors has a fused dim", f"parts {labels}", "label the runs of one dim")
-        axes = [axis for dim in self.dims if isinstance(dim, Sharded) for axis in dim.axes]
-        axes += [axis for axis, _ in self.where]
-        if len(set(axes)) != len(axes):
-            refuse(
+
+    def _check_axes(self) -> None:
+        if len(set(self.axes)) != len(self.axes):
+            self._refuse(
                 "a mesh axis cuts one dim of a buffer",
-                f"axes {axes}",
+                f"axes({', '.join(self.axes)})",
                 "cut one dim by a function of all its axes, in order",
             )
+        for axis, values in self.where:
+            if not values or len(set(values)) != len(values):
+                self._refuse(
+                    "a buffer exists somewhere on each axis that restricts it, each coordinate said once",
+                    f"axis {axis!r}: coordinates({', '.join(str(v) for v in values)})",
+                    "leave out the rule of a buffer that nobody has",
+                )
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -151,9 +185,14 @@ class BufferRule:
         """The names of the index dims."""
         return tuple(name for name, _ in self.parts[0].tensor.index)
 
+    @cached_property
+    def fused(self) -> tuple[int, ...]:
+        """The dim whose runs are labelled by part; none where all runs are of the only tensor at hand."""
+        return tuple(i for i, dim in enumerate(self.dims) if any(any(d.labels) for d in table_of(dim)))
+
     def label_of(self, dim: int, label: str) -> str:
         """The label by which a part's runs are named in one dim: its own where the dim is fused."""
-        return label if any(d.labels and d.labels != ("",) for d in table_of(self.dims[dim])) else ""
+        return label if dim in self.fused else ""
 
     def at(self, mesh: Mesh, rank: int) -> Buffer | None:
         """The buffer that a rank holds, or ``None`` where it holds none."""
@@ -171,7 +210,9 @@ class BufferRule:
                 stride *= mesh.axis_size(axis)
             dims.append(dim.dims[entry])
         assert self.stacked is not None
-        return Buffer(self.name, self.parts, tuple(dims), self.stacked, self.local, self.dtype, self.transform)
+        return Buffer(
+            self.name, self.parts, tuple(dims), self.stacked, self.local, self.dtype, self.transform
+        )
 
 
 def table_of(dim: Dim | Sharded) -> tuple[Dim, ...]:
@@ -202,7 +243,7 @@ class Buffer:
     parts: tuple[Part, ...]
     dims: tuple[Dim, ...]
     stacked: tuple[int, ...]
-    local: tuple[str, ...]
+    numbers: tuple[tuple[str, Dim], ...]
     dtype: str
     transform: Transform
 
@@ -218,15 +259,15 @@ class Buffer:
 
     def members(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The stored arrays: name, and position on each separate index dim."""
-        names = [name for name, _ in self.parts[0].tensor.index]
         for positions in itertools.product(*(range(len(self.dims[i])) for i in self.separate)):
-            yield self.member(positions, names), positions
+            yield self.member(positions), positions
 
-    def member(self, positions: tuple[int, ...], names: list[str] | None = None) -> str:
+    def member(self, positions: tuple[int, ...]) -> str:
         """The name of the array at the given positions of the separate index dims."""
-        names = names or [name for name, _ in self.parts[0].tensor.index]
+        names = [name for name, _ in self.parts[0].tensor.index]
+        printed = dict(self.numbers)
         numbers = {
-            names[i]: position if names[i] in self.local else self.dims[i][position][1]
+            names[i]: printed.get(names[i], self.dims[i])[position][1]
             for i, position in zip(self.separate, positions, strict=True)
         }
         return fill(self.name, numbers)
@@ -242,14 +283,13 @@ class Buffer:
         Law: the ``at`` boxes are disjoint, and with the padding they fill the buffer.
         """
         for part in self.parts:
-            columns = []
+            columns = []  # the fused dim names every run, the others name none
             for dim in self.dims:
-                label = part.label if dim.labels and dim.labels != ("",) else ""
                 columns.append(
                     [
                         (range(run.start, run.last + 1, run.step), range(at, at + run.count))
                         for run, at in zip(dim.runs, dim.positions, strict=True)
-                        if run.label == label
+                        if run.label in ("", part.label)
                     ]
                 )
             for runs in itertools.product(*columns):
@@ -257,5 +297,8 @@ class Buffer:
 
 
 def replicated(rule: BufferRule) -> BufferRule:
-    """The same rule with every part declared a replica of what another buffer holds."""
+    """The same rule with every part declared a replica of what another buffer holds.
+
+    Law: ``replicated(rule)`` holds what ``rule`` holds, and owns nothing of it.
+    """
     return replace(rule, parts=tuple(replace(part, replica=True) for part in rule.parts))

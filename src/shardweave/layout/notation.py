@@ -195,19 +195,29 @@ def format_layout(layout: Layout) -> str:
             label = f" as {part.label}" if part.label else ""
             lines.append(f"  holds {numbers[part.tensor]}{label}{' replica' if part.replica else ''}")
         for dim in rule.dims:
-            if isinstance(dim, Sharded):
-                lines.append(f"  dim {','.join(dim.axes)}: {' | '.join(format_dim(d) for d in dim.dims)}")
-            else:
-                lines.append(f"  dim {format_dim(dim)}")
+            lines.append(f"  dim {_format_sharded(dim)}")
         assert rule.stacked is not None
         lines.append(f"  stacked {','.join(str(i) for i in rule.stacked)}".rstrip())
-        if rule.local:
-            lines.append(f"  local {','.join(rule.local)}")
+        for name, printed in rule.numbers:
+            lines.append(f"  number {name} {_format_sharded(printed)}")
         for axis, values in rule.where:
             lines.append(f"  where {axis} {','.join(str(v) for v in values)}".rstrip())
         if rule.transform.kind != "identity":
             lines.append(f"  transform {rule.transform.kind} {rule.transform.constant!r}")
     return "\n".join(lines) + "\n"
+
+
+def _format_sharded(dim: Dim | Sharded) -> str:
+    if isinstance(dim, Dim):
+        return format_dim(dim)
+    return f"{','.join(dim.axes)}: {' | '.join(format_dim(d) for d in dim.dims)}"
+
+
+def _parse_sharded(text: str) -> Dim | Sharded:
+    axes, colon, entries = text.partition(": ")
+    if not colon:
+        return parse_dim(text)
+    return Sharded(tuple(axes.split(",")), tuple(parse_dim(entry) for entry in entries.split(" | ")))
 
 
 def parse_layout(text: str) -> Layout:
@@ -227,7 +237,7 @@ def parse_layout(text: str) -> Layout:
                 tensors[number] = parse_tensor(tensor)
             case "buffer":
                 blocks.append([(word, rest)])
-            case "holds" | "dim" | "stacked" | "local" | "where" | "transform" if blocks:
+            case "holds" | "dim" | "stacked" | "number" | "where" | "transform" if blocks:
                 blocks[-1].append((word, rest))
             case "":
                 pass
@@ -248,13 +258,10 @@ def _parse_rule(block: list[tuple[str, str]], tensors: dict[str, Tensor]) -> Buf
             _refuse("layout", rest, f"tensor {words[0]} is not declared")
         label = words[words.index("as") + 1] if "as" in words[1:] else ""
         parts.append(Part(tensors[words[0]], label, "replica" in (words[3:] if label else words[1:])))
-    dims: list[Dim | Sharded] = []
-    for rest in all_of("dim"):
-        axes, colon, entries = rest.partition(": ")
-        if colon:
-            dims.append(Sharded(tuple(axes.split(",")), tuple(parse_dim(entry) for entry in entries.split(" | "))))
-        else:
-            dims.append(parse_dim(rest))
+    numbers = []
+    for rest in all_of("number"):
+        placeholder, _, printed = rest.partition(" ")
+        numbers.append((placeholder, _parse_sharded(printed)))
     where = []
     for rest in all_of("where"):
         axis, _, values = rest.partition(" ")
@@ -267,9 +274,9 @@ def _parse_rule(block: list[tuple[str, str]], tensors: dict[str, Tensor]) -> Buf
     return BufferRule(
         name,
         tuple(parts),
-        tuple(dims),
+        tuple(_parse_sharded(rest) for rest in all_of("dim")),
         stacked=tuple(int(i) for i in stacked.split(",") if i),
-        local=tuple(word for rest in all_of("local") for word in rest.split(",")),
+        numbers=tuple(numbers),
         where=tuple(where),
         dtype=dtype,
         transform=transform,
