@@ -1,0 +1,87 @@
+"""From a config to a model: find the family, read its layers, add what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardweave.errors import ModelError
+from shardweave.layout import whole
+from shardweave.models import llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe
+from shardweave.models.blocks import HEAD, Stack, embedding_block, final_block, head_block
+from shardweave.models.config import Config, load
+from shardweave.models.spec import Model
+
+FAMILIES = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe)
+}
+"""Every family by its ``model_type``."""
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: str = "model.") -> Model:
+    """The logical tensors of the model that a Hugging Face config describes.
+
+    Configs of transformers 4 and 5 are read alike (``torch_dtype`` and ``dtype``, ``rope_scaling`` and
+    ``rope_parameters``).
+
+    Args:
+        config: The config, its file, or the folder with its ``config.json``.
+        dtype: The dtype of the weights, where the config does not say or something else is wanted.
+        prefix: What the decoder's names start with; a vision-language model nests them deeper.
+
+    Raises:
+        ModelError: The family is unknown, a key is not understood, or sizes contradict each other.
+        MissingFileError, FormatError: The path does not lead to a config.
+
+    >>> sizes = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+    >>> widths = {"vocab_size": 199, "hidden_size": 48, "intermediate_size": 112}
+    >>> model = from_config({"model_type": "llama", "dtype": "bfloat16", **sizes, **widths})
+    >>> print(next(model.of("attention")).tensors["k"])
+    model.layers.{layer[0:3]}.self_attn.k_proj.weight (16, 48) bfloat16
+    """
+    values = load(config) if isinstance(config, Path) else config
+    name = values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(
+            "a config belongs to a known family",
+            where=f"config {config}" if isinstance(config, Path) else "config",
+            equation=f"model_type={name!r} is not one of {', '.join(FAMILIES)}",
+            hint="describe the family in a file of its own in shardweave.models",
+        )
+    family = FAMILIES[name]
+    read = Config(values, family.keys, f"config of {name}")
+    if read.get("architectures") not in (None, [family.architecture]):
+        raise read.fail(
+            "the tensors are those of the language model with its head",
+            f"architectures={read.get('architectures')} != [{family.architecture!r}]",
+            "other heads and bare backbones have other tensors; convert the language model",
+        )
+    stack = Stack(prefix, read.size("hidden_size"), _dtype(read, dtype))
+    vocab_size = read.size("vocab_size")
+    num_layers = read.size("num_hidden_layers")
+    tied = read.flag("tie_word_embeddings", missing=family.tied)
+    embedding = embedding_block(stack, vocab_size)
+    blocks = (
+        embedding,
+        *family.layers(read, stack, whole(num_layers)),
+        final_block(stack),
+        *(() if tied else (head_block(stack, vocab_size),)),
+    )
+    aliases = {HEAD: embedding.tensors["embed"].name} if tied else {}
+    return Model(name, num_layers, stack.dtype, blocks, aliases)
+
+
+def _dtype(config: Config, wanted: str) -> str:
+    key = config.spelled("dtype", "torch_dtype")
+    found = wanted or config.get(key)
+    if found not in _DTYPES:
+        raise config.fail(
+            "the weights have a known dtype",
+            f"{'the argument dtype' if wanted else key}={found!r} is not one of {', '.join(_DTYPES)}",
+            "pass dtype= to say which the weights have",
+        )
+    return str(found)
