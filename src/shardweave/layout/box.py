@@ -39,7 +39,17 @@ class Box:
 
     @classmethod
     def of(cls, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """The box of step 1 at ``offset`` with ``shape``. Law: its ``offset`` and ``shape`` are those given."""
+        """The box of step 1 at ``offset`` with ``shape``.
+
+        Law: its ``shape`` is the one given, and so is its ``offset`` where no dim is empty.
+        """
+        if min(shape, default=0) < 0:
+            raise OutsideError(
+                "the sizes of a box are not negative",
+                where=f"box at {tuple(offset)}",
+                equation=f"shape{tuple(shape)}",
+                hint="an empty dim has size 0",
+            )
         return cls(tuple(range(o, o + s) for o, s in zip(offset, shape, strict=True)))
 
     @property

@@ -124,22 +124,32 @@ class BufferRule:
         if not (once and shape_dims <= set(self.stacked) <= set(range(first.num_dims))):
             self._refuse(
                 "the stored array has every dim of a member once",
-                f"stacked{self.stacked} of dims 0..{first.num_dims - 1}, the first {len(first.index)} index dims",
+                f"stacked{self.stacked} of {first.num_dims} dims, the first {len(first.index)} index dims",
                 "only index dims may be left out; each then is a placeholder of the name",
             )
 
     def _check_names(self) -> None:
         assert self.stacked is not None
         separate = [name for i, name in enumerate(self.index) if i not in self.stacked]
-        if sorted(placeholders(self.name)) != sorted(separate) or not set(self.local) <= set(separate):
+        if sorted(placeholders(self.name)) != sorted(separate):
             self._refuse(
                 "the name of a buffer has one placeholder for each index dim that is not stacked",
-                f"placeholders({', '.join(placeholders(self.name))}), local({', '.join(self.local)}) "
+                f"placeholders({', '.join(placeholders(self.name))}) "
                 f"!= separate index dims({', '.join(separate)})",
                 "write the name as 'layers.{layer}.weight', or stack the dim",
             )
+        for name, printed in self.numbers:
+            dim = self.dims[self.index.index(name)] if name in separate else Dim()
+            sizes = [[len(d) for d in table_of(each)] for each in (printed, dim)]
+            if sizes[0] != sizes[1] or axes_of(printed) != axes_of(dim):
+                self._refuse(
+                    "numbers in a name are given for each position of a separate index dim",
+                    f"numbers of {name!r} over axes({', '.join(axes_of(printed))}) "
+                    f"!= index dim over axes({', '.join(axes_of(dim))})",
+                    "give one number for each layer or expert that the rank holds",
+                )
         if not self.name or any(c.isspace() for c in self.name):
-            self._refuse("the name of a buffer is one word", f"name({self.name!r})", "write it without blanks")
+            self._refuse("the name of a buffer is a word", f"name({self.name!r})", "write it without blanks")
         for i, name in enumerate(self.index):
             if name in separate and any(run.label is PAD for d in table_of(self.dims[i]) for run in d.runs):
                 self._refuse(
@@ -199,25 +209,28 @@ class BufferRule:
         coordinate = mesh.coordinate(rank)
         if any(coordinate[axis] not in values for axis, values in self.where):
             return None
-        dims: list[Dim] = []
-        for dim in self.dims:
-            if isinstance(dim, Dim):
-                dims.append(dim)
-                continue
+
+        def here(dim: Dim | Sharded) -> Dim:
             entry, stride = 0, 1
-            for axis in dim.axes:
+            for axis in axes_of(dim):
                 entry += coordinate[axis] * stride
                 stride *= mesh.axis_size(axis)
-            dims.append(dim.dims[entry])
+            return table_of(dim)[entry]
+
         assert self.stacked is not None
-        return Buffer(
-            self.name, self.parts, tuple(dims), self.stacked, self.local, self.dtype, self.transform
-        )
+        dims = tuple(here(dim) for dim in self.dims)
+        numbers = tuple((name, here(dim)) for name, dim in self.numbers)
+        return Buffer(self.name, self.parts, dims, self.stacked, numbers, self.dtype, self.transform)
 
 
 def table_of(dim: Dim | Sharded) -> tuple[Dim, ...]:
     """A dim as the list of dims over its axes; one entry where it is not sharded."""
     return (dim,) if isinstance(dim, Dim) else dim.dims
+
+
+def axes_of(dim: Dim | Sharded) -> tuple[str, ...]:
+    """The mesh axes that a dim is sharded along."""
+    return dim.axes if isinstance(dim, Sharded) else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,9 +32,19 @@ class Layout:
 
     def __post_init__(self) -> None:
         views = (self.mesh.axes, *self.mesh.views)
+        if self.name != self.name.strip() or not self.name.isprintable():
+            raise BufferRuleError(
+                "the name of a layout is one line",
+                where=f"layout {self.name!r}",
+                equation=f"name({self.name!r})",
+                hint="leave out line breaks and outer blanks",
+            )
         for rule in self.rules:
             for axis in rule.axes:
                 self.mesh.axis_size(axis)
+            for axis, values in rule.where:
+                for value in values:
+                    self.mesh.where({axis: value})
             if not any(set(rule.axes) <= {name for name, _ in view} for view in views):
                 raise BufferRuleError(
                     "the axes that cut a buffer belong to one factorisation of the mesh",
@@ -43,7 +54,7 @@ class Layout:
                 )
             for dim in rule.dims:
                 if isinstance(dim, Sharded):
-                    size = int(np.prod([self.mesh.axis_size(axis) for axis in dim.axes], dtype=np.int64))
+                    size = math.prod(self.mesh.axis_size(axis) for axis in dim.axes)
                     if size != len(dim.dims):
                         raise BufferRuleError(
                             "a sharded dim says what each coordinate holds",

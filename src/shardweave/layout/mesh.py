@@ -207,8 +207,10 @@ class Mesh:
 def ordered(order: str, sizes: Mapping[str, int], *, offset: int = 0) -> Mesh:
     """A mesh from an order string, the leftmost token varying fastest.
 
-    Law: ``rank == offset + sum(coordinate * product of the sizes to its left)``. A token without a size has size 1. A size without a token is refused unless it is 1: a rank
+    A token without a size has size 1. A size without a token is refused unless it is 1: a rank
     order that leaves out a real axis says nothing about where its ranks are.
+
+    Law: a rank is the offset plus, for each token, its coordinate times the sizes to the left.
 
     >>> ordered("tp-pp-dp", {"tp": 2, "pp": 2, "dp": 2}).groups("dp")
     ((0, 4), (1, 5), (2, 6), (3, 7))

@@ -25,14 +25,15 @@ def prove(layout: Layout, tensors: Iterable[Tensor] | None = None) -> None:
 
     Laws, for every tensor:
         No gap: each element is held by some rank.
-        No overlap: where two coordinates or two buffers hold an element, both declare it a replica.
+        No overlap: of several coordinates or buffers that hold an element, all but one declare it a
+        replica; coordinates of one buffer share its declaration.
         Nothing outside: a buffer names no index that its tensor does not have.
         Padding is not counted: it belongs to no tensor.
 
     Raises:
         GapError, OverlapError, OutsideError: With the tensor, the box and the ranks.
     """
-    for tensor in layout.tensors if tensors is None else tensors:
+    for tensor in dict.fromkeys((*layout.tensors, *(tensors or ()))):
         _prove_tensor(layout, tensor)
 
 
@@ -63,7 +64,7 @@ def _prove_tensor(layout: Layout, tensor: Tensor) -> None:
             "every element of a tensor is held by some rank",
             where=f"layout {layout.name!r}, tensor {tensor.name!r}, box {left[0]}",
             equation=f"missing {sum(box.numel for box in left)} of {tensor.numel} elements",
-            hint="compare the sizes of the cuts with the tensor's shape; an uneven remainder is often dropped",
+            hint="compare the sizes of the cuts with the tensor's shape; a remainder is often dropped",
         )
 
 

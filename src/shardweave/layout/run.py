@@ -302,10 +302,11 @@ def even(dim: Dim, parts: int, part: int, *, what: str = "the dim") -> Dim:
         CutError: ``parts`` does not divide the dim; ``what`` names it in the message.
     """
     if parts < 1 or len(dim) % parts:
+        rest = len(dim) % parts if parts > 0 else "undefined"
         raise CutError(
             "an even cut divides its dim",
             where=f"{what} {_brief(dim)}",
-            equation=f"len({len(dim)}) % parts({parts}) = {len(dim) % parts if parts > 0 else 'undefined'} != 0",
+            equation=f"len({len(dim)}) % parts({parts}) = {rest} != 0",
             hint="use split() with explicit sizes, chunk() for torch's rule, or pad() first",
         )
     _check_part(dim, parts, part)

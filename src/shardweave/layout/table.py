@@ -1,5 +1,4 @@
-"""Many dims as columns of integers, and the two questions asked of them: who overlaps whom, and
-who holds what.
+"""Many dims as columns of integers: who overlaps whom, and who holds what.
 
 Both are answered on intervals after one change of variable: where runs have steps, an index ``x``
 becomes the key ``(x mod L, x div L)`` with ``L`` a common multiple of the steps. In keys every run
@@ -21,7 +20,7 @@ from shardweave.layout.run import Dim
 
 Ints = NDArray[np.int64]
 
-_MOST_PHASES = 1 << 16
+_MOST_PHASES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,8 @@ def join(a: Table, b: Table) -> Join:
     parts: list[Join] = []
     for step_a in np.unique(a.step):
         for step_b in np.unique(b.step):
-            parts.append(_join_steps(a, np.flatnonzero(a.step == step_a), b, np.flatnonzero(b.step == step_b)))
+            rows_a, rows_b = np.flatnonzero(a.step == step_a), np.flatnonzero(b.step == step_b)
+            parts.append(_join_steps(a, rows_a, b, rows_b))
     if not parts:
         none = np.zeros(0, dtype=np.int64)
         return Join(*(none for _ in Join.__slots__))
@@ -106,7 +106,7 @@ def join(a: Table, b: Table) -> Join:
 
 
 def _join_steps(a: Table, rows_a: Ints, b: Table, rows_b: Ints) -> Join:
-    period = math.lcm(int(a.step[rows_a[0]]), int(b.step[rows_b[0]])) if len(rows_a) and len(rows_b) else 1
+    period = math.lcm(int(a.step[rows_a[0]]), int(b.step[rows_b[0]]))
     from_a, x = _phases(a[rows_a], period)
     from_b, y = _phases(b[rows_b], period)
     span = 1 + max(_most(x.start + x.step * x.count), _most(y.start + y.step * y.count)) // period
@@ -130,18 +130,18 @@ def _join_steps(a: Table, rows_a: Ints, b: Table, rows_b: Ints) -> Join:
 
 def _phases(rows: Table, period: int) -> tuple[Ints, Table]:
     """Each run as runs of step ``period``, a multiple of its step; and the row that each came from."""
-    phases = period // np.maximum(rows.step, 1)
-    if len(rows) and int(phases.max()) * len(rows) > _MOST_PHASES * 16:
+    turns = period // rows.step
+    phases = np.minimum(turns, rows.count)
+    if int(phases.sum()) - len(rows) > _MOST_PHASES:
         raise CutError(
             "the steps of two dims have a small common multiple",
-            equation=f"{len(rows)} runs times {int(phases.max())} phases",
+            where=f"runs with steps {', '.join(str(step) for step in np.unique(rows.step))}",
+            equation=f"lcm({period}) cuts {len(rows)} runs into {int(phases.sum())} phases > {_MOST_PHASES}",
             hint="describe the interleaving by blocks instead of steps",
         )
     origin = np.repeat(np.arange(len(rows)), phases)
     phase = _within(phases)
-    count = -((phase - rows.count[origin]) // phases[origin])
-    keep = count > 0
-    origin, phase, count = origin[keep], phase[keep], count[keep]
+    count = -((phase - rows.count[origin]) // turns[origin])
     source = rows[origin]
     return origin, Table(
         entry=source.entry,
@@ -149,7 +149,7 @@ def _phases(rows: Table, period: int) -> tuple[Ints, Table]:
         count=count,
         step=np.full(len(origin), period, dtype=np.int64),
         at=source.at + phase * source.stride,
-        stride=source.stride * phases[origin],
+        stride=source.stride * turns[origin],
     )
 
 
@@ -168,8 +168,10 @@ def _within(counts: Ints) -> Ints:
 
 
 def _overlaps(low_a: Ints, high_a: Ints, low_b: Ints, high_b: Ints) -> tuple[Ints, Ints]:
-    """All pairs of overlapping intervals, each once: either the second begins inside the first, or
-    the first begins inside the second and not at its beginning.
+    """All pairs of overlapping intervals, each once.
+
+    Either the second begins inside the first, or the first begins inside the second and not at its
+    beginning.
     """
     order_a, order_b = np.argsort(low_a, kind="stable"), np.argsort(low_b, kind="stable")
     sorted_a, sorted_b = low_a[order_a], low_b[order_b]

@@ -14,7 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardweave.errors import ModelError
-from shardweave.layout.run import PAD, Dim, whole
+from shardweave.layout.run import Dim, whole
+from shardweave.layout.table import atoms, table
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
+_NAME = re.compile(r"(?:[^\s{}]|\{[A-Za-z_]\w*\})+", re.ASCII)
+_WORD = re.compile(r"\w+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +46,25 @@ class Tensor:
     index: tuple[tuple[str, Dim], ...] = ()
 
     def __post_init__(self) -> None:
-        placeholders = re.findall(r"\{(\w+)\}", self.name)
+        if not _NAME.fullmatch(self.name) or not _WORD.fullmatch(self.dtype):
+            raise ModelError(
+                "a tensor has a name without blanks and a dtype",
+                where=f"tensor {self.name!r}",
+                equation=f"name({self.name!r}), dtype({self.dtype!r})",
+                hint="write the name as 'model.layers.{layer}.weight' and the dtype as 'bfloat16'",
+            )
         names = [name for name, _ in self.index]
-        if sorted(placeholders) != sorted(set(names)) or len(names) != len(set(names)):
+        written = placeholders(self.name)
+        if sorted(written) != sorted(names) or len(names) != len(set(names)):
             raise ModelError(
                 "the name of a family has one placeholder for each index dim",
                 where=f"tensor {self.name!r}",
-                equation=f"placeholders({', '.join(placeholders)}) != index dims({', '.join(names)})",
+                equation=f"placeholders({', '.join(written)}) != index dims({', '.join(names)})",
                 hint="write the name as 'model.layers.{layer}.weight'",
             )
         for name, dim in self.index:
-            numbers = [run for run in dim.runs if run.label is PAD or run.label != ""]
-            if numbers or len(set(dim)) != len(dim):
+            found = atoms(table((dim,), ""))
+            if any(run.label != "" for run in dim.runs) or len(found.holders) != len(found.pieces):
                 raise ModelError(
                     "an index dim takes each of its numbers once",
                     where=f"tensor {self.name!r}, index {name!r}",
@@ -61,7 +73,10 @@ class Tensor:
                 )
         if any(size < 0 for size in self.shape):
             raise ModelError(
-                "sizes are not negative", where=f"tensor {self.name!r}", equation=f"shape{self.shape}", hint="fix the shape"
+                "the sizes of a tensor are not negative",
+                where=f"tensor {self.name!r}",
+                equation=f"shape{self.shape}",
+                hint="give the global shape of one member; an empty dim has size 0",
             )
 
     @property
@@ -71,10 +86,12 @@ class Tensor:
 
     @property
     def num_dims(self) -> int:
+        """The number of dims, index dims included."""
         return len(self.index) + len(self.shape)
 
     @property
     def numel(self) -> int:
+        """The number of elements of all members together."""
         return math.prod(len(dim) for _, dim in self.index) * math.prod(self.shape)
 
     def member(self, numbers: Mapping[str, int]) -> str:
@@ -93,8 +110,16 @@ class Tensor:
         return format_tensor(self)
 
 
+def placeholders(template: str) -> list[str]:
+    """The names of the ``{placeholders}`` of a name template, in order."""
+    return _PLACEHOLDER.findall(template)
+
+
 def fill(template: str, numbers: Mapping[str, int]) -> str:
-    """A name template with its ``{placeholders}`` replaced by numbers."""
+    """A name template with its ``{placeholders}`` replaced by numbers.
+
+    Law: ``placeholders(fill(t, n)) == [name for name in placeholders(t) if name not in n]``.
+    """
     for name, number in numbers.items():
         template = template.replace(f"{{{name}}}", str(number))
     return template

@@ -17,6 +17,8 @@ from shardweave.layout.table import Ints
 def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
     """Two boxes of one group that have an element in common, or ``None`` where there are none.
 
+    Law: the answer is ``None`` exactly when no two boxes of one group share an element.
+
     Args:
         group: The group of each box, ``(n,)``; boxes of different groups never overlap.
         low: First index of each box, ``(n, dims)``.
@@ -27,6 +29,7 @@ def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
     >>> find_overlap(np.zeros(3, dtype=np.int64), low, high)
     (0, 2)
     """
+    low, high = _ranked(low, high)
     row = np.flatnonzero(np.all(high > low, axis=1)) if low.shape[1] else np.arange(len(group))
     group = np.unique(group[row], return_inverse=True)[1].astype(np.int64) if len(row) else group[row]
     left = list(range(low.shape[1]))
@@ -51,7 +54,7 @@ def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
             if not len(hit):
                 return None
             second = int(hit[0]) + 1
-            same = np.flatnonzero((groups[:second] == groups[second]))
+            same = np.flatnonzero(groups[:second] == groups[second])
             first = same[np.argmax(high[row, d][order][same])]
             return _pair(row, order[first], order[second])
         cuts = [_slabs(group, low[row, d], high[row, d]) for d in left]
@@ -64,13 +67,21 @@ def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
         left.pop(best)
 
 
+def _ranked(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """The same boxes with each edge replaced by its rank in its dim: keys stay far below 2**63."""
+    edges = np.stack([low, high])
+    for d in range(low.shape[1]):
+        edges[..., d] = np.unique(edges[..., d], return_inverse=True)[1].reshape(2, -1)
+    return edges[0], edges[1]
+
+
 def _pair(row: Ints, i: int, j: int) -> tuple[int, int]:
     a, b = int(row[i]), int(row[j])
     return (a, b) if a < b else (b, a)
 
 
 def _slabs(group: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """The slabs between neighbouring edges of a group that each interval spans, as first and one past last."""
+    """The slabs between edges of a group that each interval spans, as first and one past last."""
     span = int(high.max()) + 1
     low, high = low + group * span, high + group * span
     edges = np.unique(np.concatenate([low, high]))

@@ -46,18 +46,27 @@ class Transform:
     constant: float = 0.0
 
     def __post_init__(self) -> None:
-        bad = self.kind == "scale" and self.constant == 0
-        if self.kind not in _FORWARD or not math.isfinite(self.constant) or bad:
+        constant = float(self.constant)
+        takes_one = self.kind in ("scale", "shift")
+        bad = (self.kind == "scale" and constant == 0) or (constant != 0 and not takes_one)
+        if self.kind not in _FORWARD or not math.isfinite(constant) or bad:
             raise TransformError(
                 "a transform is known, finite and can be undone",
-                equation=f"kind({self.kind!r}), constant({self.constant})",
-                hint=f"use one of {', '.join(_FORWARD)}; a scale is not 0",
+                where="a buffer's transform",
+                equation=f"kind({self.kind!r}), constant({constant})",
+                hint=f"use one of {', '.join(_FORWARD)}; scale takes a constant that is not 0, shift any",
             )
+        # What changes nothing is the identity, so that it moves bytes untouched.
+        if (self.kind, constant) in (("scale", 1.0), ("shift", 0.0)):
+            object.__setattr__(self, "kind", "identity")
+            constant = 0.0
+        object.__setattr__(self, "constant", constant)
 
     @property
     def exact(self) -> bool:
         """Whether applying and undoing it gives every bit back (away from overflow and underflow)."""
-        return self.kind == "identity" or (self.kind == "scale" and math.frexp(self.constant)[0] in (0.5, -0.5))
+        power_of_two = math.frexp(self.constant)[0] in (0.5, -0.5)
+        return self.kind == "identity" or (self.kind == "scale" and power_of_two)
 
     def apply(self, logical: Any) -> Any:
         """Stored values from logical ones, in the dtype given."""
