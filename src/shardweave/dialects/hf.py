@@ -1,0 +1,105 @@
+"""Hugging Face: one rank, every tensor whole, under its own name.
+
+Three things vary. Experts are stored one by one, as files hold them, or stacked, as transformers 5
+holds them in memory. A tied head is stored once, or under both its names. The weights need not be
+the model's only tensors, and a file with names beyond it is refused, not filtered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+from shardweave.errors import UnknownNameError
+from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, concat, whole
+from shardweave.models import Block, Model
+
+
+def layout(model: Model, *, stacked_experts: bool = False, with_aliases: bool = False) -> Layout:
+    """The model as Hugging Face files hold it, on one rank.
+
+    Args:
+        model: The model.
+        stacked_experts: Whether the experts of a layer are two arrays, ``gate_up_proj`` (experts, gate
+            rows then up rows, hidden) and ``down_proj`` (experts, hidden, ffn), as transformers 5 holds
+            them in memory; its files hold each expert on its own.
+        with_aliases: Whether tied tensors are stored under each of their names.
+
+    Law: ``prove(layout(model, ...))`` holds for every model and choice.
+
+    Source: transformers 5, ``Qwen3MoeExperts``, ``MixtralExperts``, and ``conversion_mapping`` for the names.
+    """
+    rules: list[BufferRule] = []
+    for block in model.blocks:
+        if stacked_experts and block.kind == "moe":
+            rules += _stacked(block)
+        else:
+            rules += (_whole(tensor.name, tensor) for tensor in block.tensors.values())
+    if with_aliases:
+        stored = {tensor.name: tensor for tensor in model.tensors}
+        rules += (_whole(name, stored[of], replica=True) for name, of in model.aliases.items())
+    return Layout("hf", Mesh(()), tuple(rules))
+
+
+def variant(keys: Iterable[str], model: Model) -> Layout:
+    """The layout whose array names are exactly ``keys``: no shape is looked at, none is guessed.
+
+    Raises:
+        UnknownNameError: No variant has these names; the message compares with the nearest.
+
+    >>> from shardweave.models import from_config
+    >>> sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 88}
+    >>> model = from_config({"model_type": "llama", "dtype": "bfloat16", "vocab_size": 199, **sizes})
+    >>> names = [name for tensor in model.tensors for name in tensor.names()]
+    >>> variant(names, model) == layout(model)
+    True
+    """
+    given = set(keys)
+    nearest: tuple[set[str], set[str]] | None = None
+    for candidate in _variants(model):
+        names = set(candidate.arrays(0))
+        missing, unexpected = names - given, given - names
+        if not missing and not unexpected:
+            return candidate
+        if nearest is None or len(missing) + len(unexpected) < sum(map(len, nearest)):
+            nearest = missing, unexpected
+    assert nearest is not None
+    missing, unexpected = nearest
+    raise UnknownNameError(
+        "the stored names are those of the model, all of them and no others",
+        where=f"{model.family} with {model.num_layers} layers, stored as hf",
+        equation=f"missing {_few(missing)}; unexpected {_few(unexpected)}",
+        hint="check that the config belongs to the weights; leave out by name what is no weight of the model",
+    )
+
+
+def _variants(model: Model) -> Iterator[Layout]:
+    stacked = (False, True) if any(True for _ in model.of("moe")) else (False,)
+    aliases = (False, True) if model.aliases else (False,)
+    for stacked_experts, with_aliases in product(stacked, aliases):
+        yield layout(model, stacked_experts=stacked_experts, with_aliases=with_aliases)
+
+
+def _whole(name: str, tensor: Tensor, *, replica: bool = False) -> BufferRule:
+    return BufferRule(name, (Part(tensor, replica=replica),), tensor.dims)
+
+
+def _stacked(block: Block) -> Iterator[BufferRule]:
+    """A sparse layer as it is in memory, where its module is called ``mlp`` in every family."""
+    router, gate, up, down = (block.tensors[role] for role in ("router", "gate", "up", "down"))
+    module, _, _ = router.name.removesuffix(".gate.weight").rpartition(".")
+    layers, experts, rows, columns = gate.dims
+    stacked = (1, 2, 3)
+    yield _whole(f"{module}.mlp.gate.weight", router)
+    yield BufferRule(
+        f"{module}.mlp.experts.gate_up_proj",
+        (Part(gate, "gate"), Part(up, "up")),
+        (layers, experts, concat(whole(len(rows), "gate"), whole(len(rows), "up")), columns),
+        stacked,
+    )
+    yield BufferRule(f"{module}.mlp.experts.down_proj", (Part(down),), down.dims, stacked)
+
+
+def _few(names: Iterable[str], most: int = 4) -> str:
+    found: Sequence[str] = sorted(names)
+    return f"{len(found)} ({', '.join(found[:most])}{', ...' if len(found) > most else ''})" if found else "0"
