@@ -134,7 +134,6 @@ class Copy:
 
 def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
     src_rule, dst_rule = plan.src.rules[family.src_rule], plan.dst.rules[family.dst_rule]
-    names = list(src_rule.index)
     src_buffers: dict[int, Buffer] = {}
     dst_buffers: dict[int, Buffer] = {}
     for b, src_rank, dst_rank in zip(
@@ -154,10 +153,10 @@ def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
             yield Copy(
                 family,
                 src_rank,
-                src.member(tuple(s[d].start for d in src.separate), names),
+                src.member(tuple(s[d].start for d in src.separate)),
                 Box(tuple(s[d] for d in src.stacked)),
                 dst_rank,
-                dst.member(tuple(t[d].start for d in dst.separate), names),
+                dst.member(tuple(t[d].start for d in dst.separate)),
                 Box(tuple(t[d] for d in dst.stacked)),
                 src.stacked,
                 dst.stacked,
