@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardweave.errors import BufferRuleError, UnknownNameError
 from shardweave.layout.buffer import Buffer, BufferRule, Part, Sharded, table_of
@@ -103,6 +104,13 @@ class Layout:
                 found[name] = (buffer, positions)
         return found
 
+    def exists(self, rule: BufferRule) -> NDArray[np.bool_]:
+        """For each rank of the mesh, whether the buffer of a rule exists there."""
+        mask = np.ones(self.mesh.size, dtype=np.bool_)
+        for axis, values in rule.where:
+            mask &= np.isin(self.mesh.columns[axis], values)
+        return mask
+
     def entries(self, rule: BufferRule) -> Ints:
         """For each rank of the mesh, the entry of each sharded dim of a rule; one column a dim.
 
@@ -114,8 +122,7 @@ class Layout:
             for axis in dim.axes if isinstance(dim, Sharded) else ():
                 columns[:, d] += self.mesh.columns[axis] * stride
                 stride *= self.mesh.axis_size(axis)
-        for axis, values in rule.where:
-            columns[~np.isin(self.mesh.columns[axis], values)] = -1
+        columns[~self.exists(rule)] = -1
         return columns
 
     def ranks_of(self, rule: BufferRule, dim: int, entry: int) -> Ints:

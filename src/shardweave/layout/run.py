@@ -293,53 +293,57 @@ def split(dim: Dim, sizes: Sequence[int], part: int) -> Dim:
     return cut(dim, start, start + sizes[part])
 
 
-def even(dim: Dim, parts: int, part: int, *, what: str = "the dim") -> Dim:
-    """Part number ``part`` of a dim cut into ``parts`` equal stretches.
+def even(dim: Dim, parts: int, part: int, *, block: int = 1, what: str = "the dim") -> Dim:
+    """Part number ``part`` of a dim cut into ``parts`` equal stretches of whole blocks.
 
-    Law: ``even(d, n, i) == split(d, (len(d) // n,) * n, i)``, and ``n`` divides ``len(d)``.
+    Law: ``even(d, n, i) == split(d, (len(d) // n,) * n, i)``, and ``n * block`` divides ``len(d)``.
 
     Raises:
-        CutError: ``parts`` does not divide the dim; ``what`` names it in the message.
+        CutError: ``parts`` does not divide the blocks of the dim; ``what`` names it in the message.
+
+    >>> print(even(whole(12), 2, 1, block=3))
+    [6:12]
     """
-    if parts < 1 or len(dim) % parts:
-        rest = len(dim) % parts if parts > 0 else "undefined"
+    count = _blocks(dim, block)
+    if parts < 1 or count % parts:
+        rest = count % parts if parts > 0 else "undefined"
         raise CutError(
             "an even cut divides its dim",
             where=f"{what} {_brief(dim)}",
-            equation=f"len({len(dim)}) % parts({parts}) = {rest} != 0",
-            hint="use split() with explicit sizes, chunk() for torch's rule, or pad() first",
+            equation=f"len({len(dim)}) / block({block}) % parts({parts}) = {rest} != 0",
+            hint="use split() with explicit sizes, balanced() or chunk() for a rule, or pad() first",
         )
     _check_part(dim, parts, part)
     size = len(dim) // parts
     return cut(dim, part * size, (part + 1) * size)
 
 
-def chunk(dim: Dim, parts: int, part: int) -> Dim:
+def chunk(dim: Dim, parts: int, part: int, *, block: int = 1) -> Dim:
     """Part number ``part`` by the rule of ``torch.chunk``: equal stretches, the last ones short or empty.
 
-    Law: the parts that are not empty are those of ``torch.chunk``, in order.
+    Law: the parts that are not empty are those of ``torch.chunk`` on the blocks, in order.
 
     >>> [len(chunk(whole(6), 4, i)) for i in range(4)]
     [2, 2, 2, 0]
     """
     _check_part(dim, parts, part)
-    size = -(-len(dim) // parts)
-    start = min(part * size, len(dim))
-    return cut(dim, start, min(start + size, len(dim)))
+    count = _blocks(dim, block)
+    size = -(-count // parts)
+    return cut(dim, min(part * size, count) * block, min((part + 1) * size, count) * block)
 
 
-def balanced(dim: Dim, parts: int, part: int) -> Dim:
-    """Part number ``part`` by the rule of ``torch.tensor_split``: lengths differ by one at most.
+def balanced(dim: Dim, parts: int, part: int, *, block: int = 1) -> Dim:
+    """Part number ``part`` by the rule of ``torch.tensor_split``: numbers of blocks differ by one at most.
 
-    Law: the parts are those of ``torch.tensor_split``: the first ``len(d) % n`` are one longer.
+    Law: the parts are those of ``torch.tensor_split`` on the blocks: the first ones are the longer ones.
 
     >>> [len(balanced(whole(30), 4, i)) for i in range(4)]
     [8, 8, 7, 7]
     """
     _check_part(dim, parts, part)
-    size, longer = divmod(len(dim), parts)
+    size, longer = divmod(_blocks(dim, block), parts)
     start = part * size + min(part, longer)
-    return cut(dim, start, start + size + (part < longer))
+    return cut(dim, start * block, (start + size + (part < longer)) * block)
 
 
 def take(dim: Dim, ids: Sequence[int], block: int = 1) -> Dim:
@@ -350,14 +354,7 @@ def take(dim: Dim, ids: Sequence[int], block: int = 1) -> Dim:
     >>> print(take(whole(12), (3, 0), 2))
     [6:8] [0:2]
     """
-    if block < 1 or len(dim) % block:
-        raise CutError(
-            "a dim falls into whole blocks",
-            where=f"dim {_brief(dim)}",
-            equation=f"len({len(dim)}) % block({block}) != 0",
-            hint="choose a block that divides the dim",
-        )
-    count = len(dim) // block
+    count = _blocks(dim, block)
     for i in ids:
         if not 0 <= i < count:
             raise CutError(
@@ -460,14 +457,14 @@ def repeat(dim: Dim, times: int, *, block: int) -> Dim:
     >>> [i for _, i in repeat(whole(4, "k"), 2, block=2)]
     [0, 1, 0, 1, 2, 3, 2, 3]
     """
-    if times < 1 or block < 1 or len(dim) % block:
+    if times < 1:
         raise CutError(
-            "whole blocks are repeated a positive number of times",
+            "blocks are repeated a positive number of times",
             where=f"dim {_brief(dim)}",
-            equation=f"len({len(dim)}) % block({block}) != 0 or times({times}) < 1",
-            hint="the block of KV replication is the head dim",
+            equation=f"times({times}) < 1",
+            hint="with fewer ranks than heads nothing is repeated: use times=1",
         )
-    return take(dim, [i for i in range(len(dim) // block) for _ in range(times)], block)
+    return take(dim, [i for i in range(_blocks(dim, block)) for _ in range(times)], block)
 
 
 def relabel(dim: Dim, label: str) -> Dim:
@@ -476,6 +473,18 @@ def relabel(dim: Dim, label: str) -> Dim:
     Law: ``relabel(d, t)[i] == (t, d[i][1])``.
     """
     return Dim(run if run.label is PAD else Run(label, run.start, run.count, run.step) for run in dim.runs)
+
+
+def _blocks(dim: Dim, block: int) -> int:
+    """How many blocks a dim has."""
+    if block < 1 or len(dim) % block:
+        raise CutError(
+            "a dim falls into whole blocks",
+            where=f"dim {_brief(dim)}",
+            equation=f"len({len(dim)}) % block({block}) != 0",
+            hint="choose a block that divides the dim: the head dim, the size of a scale group",
+        )
+    return len(dim) // block
 
 
 def _check_part(dim: Dim, parts: int, part: int) -> None:
