@@ -140,7 +140,7 @@ def _phases(rows: Table, period: int) -> tuple[Ints, Table]:
             hint="describe the interleaving by blocks instead of steps",
         )
     origin = np.repeat(np.arange(len(rows)), phases)
-    phase = _within(phases)
+    phase = within(phases)
     count = -((phase - rows.count[origin]) // turns[origin])
     source = rows[origin]
     return origin, Table(
@@ -161,7 +161,7 @@ def _most(values: Ints) -> int:
     return int(values.max()) if len(values) else 0
 
 
-def _within(counts: Ints) -> Ints:
+def within(counts: Ints) -> Ints:
     """``0..counts[0]-1, 0..counts[1]-1, ...`` as one column."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
@@ -177,11 +177,11 @@ def _overlaps(low_a: Ints, high_a: Ints, low_b: Ints, high_b: Ints) -> tuple[Int
     sorted_a, sorted_b = low_a[order_a], low_b[order_b]
     first, last = np.searchsorted(sorted_b, low_a, "left"), np.searchsorted(sorted_b, high_a, "left")
     i = np.repeat(np.arange(len(low_a)), last - first)
-    j = order_b[np.repeat(first, last - first) + _within(last - first)]
+    j = order_b[np.repeat(first, last - first) + within(last - first)]
     first, last = np.searchsorted(sorted_a, low_b, "right"), np.searchsorted(sorted_a, high_b, "left")
     last = np.maximum(first, last)
     k = np.repeat(np.arange(len(low_b)), last - first)
-    m = order_a[np.repeat(first, last - first) + _within(last - first)]
+    m = order_a[np.repeat(first, last - first) + within(last - first)]
     i, j = np.concatenate([i, m]), np.concatenate([j, k])
     order = np.lexsort((j, i))
     return i[order], j[order]
