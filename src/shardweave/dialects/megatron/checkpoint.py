@@ -1,0 +1,178 @@
+"""What a Megatron ``torch_dist`` checkpoint stores, and how ranks divide the writing of one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
+from shardweave.dialects.megatron.weights import Weight, halves, rows, weights
+from shardweave.dialects.names import match
+from shardweave.errors import GeometryError
+from shardweave.layout import BufferRule, Layout, Mesh, Part, whole
+from shardweave.models.spec import Model
+
+_LAYER_KEYS = ("stacked", "per_layer", "singleton")
+
+
+def checkpoint(
+    model: Model, *, spec: str = "te", layer_keys: str = "stacked", padded_vocab: int | None = None
+) -> Layout:
+    """What a ``torch_dist`` checkpoint stores: whole weights, whatever ranks wrote it.
+
+    Args:
+        model: The model.
+        spec: Layer spec of the model that wrote it; it decides the names of norms before experts.
+        layer_keys: ``"stacked"``, one tensor ``[layers, ...]`` for all layers, which must be alike;
+            ``"per_layer"``, one for each layer, experts stacked; ``"singleton"``, one for each layer and
+            expert, gate and up apart.
+        padded_vocab: Rows of the stored vocabulary; ``None`` where it is not padded.
+    """
+    stored = _stored(model, spec=spec, layer_keys=layer_keys, padded_vocab=padded_vocab)
+    return Layout("torch_dist", Mesh(()), tuple(rule for _, rule in stored))
+
+
+def variant(keys: Iterable[str], model: Model, *, padded_vocab: int | None = None) -> Layout:
+    """The form in which a checkpoint with these keys is stored, decided by names alone.
+
+    Raises:
+        UnknownNameError: The keys are not exactly those of any form.
+    """
+    return match(_variants(model, padded_vocab), keys)
+
+
+def _variants(model: Model, padded_vocab: int | None) -> Iterator[Layout]:
+    alike = all(len(block.layers) in (0, model.num_layers) for block in model.blocks)
+    for spec, layer_keys in itertools.product(("te", "local"), _LAYER_KEYS):
+        if alike or layer_keys != "stacked":
+            yield checkpoint(model, spec=spec, layer_keys=layer_keys, padded_vocab=padded_vocab)
+
+
+def _stored(
+    model: Model, *, spec: str, layer_keys: str, padded_vocab: int | None
+) -> Iterator[tuple[Weight, BufferRule]]:
+    """Each stored weight with the rule that names it."""
+    if layer_keys not in _LAYER_KEYS:
+        raise GeometryError(
+            "the keys of a checkpoint are of a known kind",
+            equation=f"layer_keys({layer_keys!r}) is not one of {', '.join(_LAYER_KEYS)}",
+            hint="stacked where all layers are alike, per_layer otherwise",
+        )
+    for weight in weights(model, spec=spec, stored=True, padded_vocab=padded_vocab):
+        for stored in _halved(weight) if layer_keys == "singleton" else (weight,):
+            yield stored, _rule(model, stored, layer_keys)
+
+
+def _halved(weight: Weight) -> Iterator[Weight]:
+    """Gate and up as weights of their own, as singleton keys have them."""
+    if weight.cut is not halves:
+        yield weight
+        return
+    for suffix, part in zip(("_w", "_v"), weight.parts, strict=True):
+        size = whole(len(weight.dims[0]) // 2)
+        yield replace(
+            weight,
+            path=weight.path + suffix,
+            parts=(Part(part.tensor),),
+            dims=(size, *weight.dims[1:]),
+            cut=rows,
+        )
+
+
+def _rule(model: Model, weight: Weight, layer_keys: str) -> BufferRule:
+    index = weight.parts[0].tensor.index
+    if not index:
+        return BufferRule(weight.path, weight.parts, weight.dims)
+    dims = (weight.layers, *(dim for _, dim in index[1:]), *weight.dims)
+    path = weight.path.replace("mlp.experts.", "mlp.experts.experts.")
+    if layer_keys == "stacked":
+        if len(weight.layers) != model.num_layers:
+            raise GeometryError(
+                "layers that are stacked in one tensor are all alike",
+                where=f"weight {weight.path!r}",
+                equation=f"it is on {len(weight.layers)} of {model.num_layers} layers: {weight.layers}",
+                hint="store unlike layers with layer_keys='per_layer' (Megatron's non-homogeneous layers)",
+            )
+        return BufferRule(f"decoder.layers.{path}", weight.parts, dims, stacked=tuple(range(len(dims))))
+    name = f"decoder.layers.{{layer}}.{path}"
+    if layer_keys == "per_layer":
+        return BufferRule(name, weight.parts, dims, stacked=tuple(range(1, len(dims))))
+    return BufferRule(name.replace("experts.experts.", "experts.experts.{expert}."), weight.parts, dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a stored tensor that one rank writes."""
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def shards(
+    model: Model,
+    mesh: Mesh,
+    *,
+    spec: str = "te",
+    layer_keys: str = "stacked",
+    pipeline: Stages | None = None,
+    padded_vocab: int | None = None,
+) -> Mapping[str, tuple[Shard, ...]]:
+    """How the ranks of a job divide the writing of a checkpoint: the shards of each key.
+
+    A shard is what one rank holds contiguously of one stored tensor; of replicas the first rank
+    writes. Law: the shards of a key tile it, padding included.
+    """
+    chunks = layers_of(pipeline or stages(model.num_layers, mesh.axis_size("pp")))
+    stage = {layer: s for chunk in chunks for s, layers in enumerate(chunk) for layer in layers}
+    found: dict[str, tuple[Shard, ...]] = {}
+    for weight, rule in _stored(model, spec=spec, layer_keys=layer_keys, padded_vocab=padded_vocab):
+        dims = [*_index_ranges(weight, mesh, stage), *_shape_ranges(weight, mesh)]
+        edge = {} if weight.parts[0].tensor.index else {"pp": _edge(weight, mesh)}
+        buffer = rule.at(Mesh(()), 0)
+        assert buffer is not None
+        for key, positions in buffer.members():
+            fixed = dict(zip(buffer.separate, positions, strict=True))
+            here = [
+                [(r, c) for r, c in ranges if fixed.get(d, r.start) in r] for d, ranges in enumerate(dims)
+            ]
+            found[key] = tuple(
+                Shard(
+                    int(mesh.where(edge | {axis: at for _, c in box for axis, at in c.items()})[0]),
+                    tuple(box[d][0].start for d in buffer.stacked),
+                    tuple(len(box[d][0]) for d in buffer.stacked),
+                )
+                for box in itertools.product(*here)
+            )
+    return found
+
+
+_Ranges = list[tuple[range, dict[str, int]]]
+"""Stretches of positions of a stored dim, each with the coordinates of the ranks that hold it."""
+
+
+def _index_ranges(weight: Weight, mesh: Mesh, stage: Mapping[int, int]) -> Iterator[_Ranges]:
+    index = weight.parts[0].tensor.index
+    if index:
+        yield [(range(i, i + 1), {"pp": stage[layer]}) for i, (_, layer) in enumerate(weight.layers)]
+    if weight.expert:
+        share = len(index[1][1]) // mesh.axis_size("ep")
+        yield [(range(e, e + 1), {"ep": e // share}) for e in range(len(index[1][1]))]
+
+
+def _shape_ranges(weight: Weight, mesh: Mesh) -> Iterator[_Ranges]:
+    axis = "etp" if weight.expert else "tp"
+    for d, dim in enumerate(weight.dims):
+        if d != weight.cut_dim:
+            yield [(range(len(dim)), {})]
+            continue
+        # A cut of the positions says where the cut of what lies there is.
+        size = mesh.axis_size(axis)
+        cuts = [weight.cut(whole(len(dim)), size, r) for r in range(size)]
+        yield [(range(run.start, run.last + 1), {axis: r}) for r, one in enumerate(cuts) for run in one.runs]
+
+
+def _edge(weight: Weight, mesh: Mesh) -> int:
+    """The stage of a weight outside the layers."""
+    return 0 if weight.path.startswith("embedding.") else mesh.axis_size("pp") - 1

@@ -1,0 +1,207 @@
+"""Every weight of a model in Megatron's words: its name, what it holds whole, and how ranks cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardweave.errors import GeometryError
+from shardweave.layout import Dim, Part, Run, concat, even, pad, whole
+from shardweave.models.spec import Block, Model
+
+Cut = Callable[[Dim, int, int], Dim]
+"""A way of partitioning: from a dim, the number of parts and a part, to what the part holds."""
+
+
+# --- cuts ---------------------------------------------------------------------------------------
+
+
+def rows(dim: Dim, parts: int, part: int) -> Dim:
+    """An even cut of raw rows or columns, whatever they mean."""
+    return even(dim, parts, part)
+
+
+def halves(dim: Dim, parts: int, part: int) -> Dim:
+    """Gate and up, stored one after the other, each cut on its own."""
+    return concat(*(even(even(dim, 2, half), parts, part) for half in (0, 1)))
+
+
+def fused_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Dim:
+    """The rows of a fused QKV weight: for each KV group its query heads, then its K, then its V.
+
+    Source: megatron-core 0.16.1, ``SelfAttention.get_query_key_value_tensors``.
+
+    >>> print(fused_qkv(4, 2, 8))
+    q[0:16] k[0:8] v[0:8] q[16:32] k[8:16] v[8:16]
+    """
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise GeometryError(
+            "query heads fall into whole KV groups",
+            equation=f"num_heads({num_heads}) % num_kv_heads({num_kv_heads}) != 0",
+            hint="check num_attention_heads and num_key_value_heads of the config",
+        )
+    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+    return concat(
+        *(
+            even(whole(n * head_dim, label), num_kv_heads, group)
+            for group in range(num_kv_heads)
+            for label, n in heads.items()
+        )
+    )
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight as Megatron knows it.
+
+    Attributes:
+        path: Its name below the layer ("self_attention.linear_qkv.weight").
+        parts: The tensors that it holds.
+        dims: What the whole weight holds of each dim of the shape, padding included.
+        cut_dim: The dim of the shape that ranks cut; ``None`` where every rank holds it whole.
+        cut: How they cut it.
+        layers: The layers that have it; empty outside the layers.
+    """
+
+    path: str
+    parts: tuple[Part, ...]
+    dims: tuple[Dim, ...]
+    cut_dim: int | None = None
+    cut: Cut = rows
+    layers: Dim = Dim()  # noqa: RUF009 - a value, immutable
+
+    @property
+    def expert(self) -> bool:
+        """Whether it is one of many experts, spread along ep and cut along etp."""
+        return len(self.parts[0].tensor.index) == 2
+
+
+def _weight(block: Block, path: str, role: str, *, cut_dim: int | None = None) -> Iterator[Weight]:
+    """A weight of one tensor, where the block has it."""
+    if role in block.tensors:
+        tensor = block.tensors[role]
+        yield Weight(
+            path, (Part(tensor),), tuple(whole(n) for n in tensor.shape), cut_dim, layers=block.layers
+        )
+
+
+def _fused(block: Block, path: str, roles: Mapping[str, str], fused: Dim, cut: Cut) -> Iterator[Weight]:
+    """A weight of several tensors fused along their rows; ``roles`` maps labels to roles."""
+    present = [role for role in roles.values() if role in block.tensors]
+    if not present:
+        return
+    if len(present) != len(roles):
+        raise GeometryError(
+            "the parts of a fused weight come together",
+            where=f"weight {path!r}, layers {block.layers}",
+            equation=f"the model has {', '.join(present)} of {', '.join(roles.values())}",
+            hint="Megatron has no place for half of a fused weight",
+        )
+    parts = tuple(Part(block.tensors[role], label) for label, role in roles.items())
+    others = tuple(whole(n) for n in parts[0].tensor.shape[1:])
+    yield Weight(path, parts, (fused, *others), 0, cut, block.layers)
+
+
+_QKV = {"q": "q", "k": "k", "v": "v"}
+_QKV_BIAS = {"q": "q_bias", "k": "k_bias", "v": "v_bias"}
+_GATE_UP = {"gate": "gate", "up": "up"}
+_GATE_UP_BIAS = {"gate": "gate_bias", "up": "up_bias"}
+
+
+def _attention(block: Block) -> Iterator[Weight]:
+    sizes = block.sizes
+    fused = fused_qkv(sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"])
+    yield from _fused(block, "self_attention.linear_qkv.weight", _QKV, fused, rows)
+    yield from _fused(block, "self_attention.linear_qkv.bias", _QKV_BIAS, fused, rows)
+    yield from _weight(block, "self_attention.linear_proj.weight", "o", cut_dim=1)
+    yield from _weight(block, "self_attention.linear_proj.bias", "o_bias")
+    yield from _weight(block, "self_attention.q_layernorm.weight", "q_norm")
+    yield from _weight(block, "self_attention.k_layernorm.weight", "k_norm")
+
+
+def _gated(block: Block, prefix: str) -> Iterator[Weight]:
+    fused = concat(whole(block.sizes["ffn_size"], "gate"), whole(block.sizes["ffn_size"], "up"))
+    yield from _fused(block, f"{prefix}linear_fc1.weight", _GATE_UP, fused, halves)
+    yield from _fused(block, f"{prefix}linear_fc1.bias", _GATE_UP_BIAS, fused, halves)
+    yield from _weight(block, f"{prefix}linear_fc2.weight", "down", cut_dim=1)
+    yield from _weight(block, f"{prefix}linear_fc2.bias", "down_bias")
+
+
+def _vocabulary(block: Block, path: str, role: str, padded: int | None) -> Iterator[Weight]:
+    for weight in _weight(block, path, role, cut_dim=0):
+        size = len(weight.dims[0])
+        if padded is not None and padded < size:
+            raise GeometryError(
+                "a padded vocabulary holds the vocabulary",
+                where=f"weight {path!r}",
+                equation=f"padded_vocab({padded}) < vocab_size({size})",
+                hint="the config describes a larger vocabulary than is stored",
+            )
+        yield replace(weight, dims=(pad(weight.dims[0], padded or size), *weight.dims[1:]))
+
+
+def weights(model: Model, *, spec: str, stored: bool, padded_vocab: int | None = None) -> Iterator[Weight]:
+    """Every weight of a model in Megatron's words.
+
+    Args:
+        model: The model.
+        spec: The layer spec: ``"te"`` (Transformer Engine) or ``"local"``. They differ in the names of
+            the norms: Transformer Engine fuses a norm into the linear layer that follows it.
+        stored: Whether names are those of a checkpoint, where the local spec uses the fused names.
+        padded_vocab: Rows of the stored vocabulary; ``None`` where it is not padded.
+    """
+    if spec not in ("te", "local"):
+        raise GeometryError(
+            "a layer spec is known", equation=f"spec({spec!r}) is not te or local", hint="name the layer spec"
+        )
+    for block in model.blocks:
+        match block.kind:
+            case "embedding":
+                yield from _vocabulary(block, "embedding.word_embeddings.weight", "embed", padded_vocab)
+            case "norms":
+                yield from _norms(model, block, spec, stored)
+            case "attention":
+                yield from _attention(block)
+            case "mlp":
+                yield from _gated(block, "mlp.")
+            case "moe":
+                yield from _weight(block, "mlp.router.weight", "router")
+                yield from _gated(block, "mlp.experts.")
+            case "shared":
+                yield from _gated(block, "mlp.shared_experts.")
+                yield from _weight(block, "mlp.shared_experts.gate_weight", "router")
+            case "final":
+                yield from _weight(block, "decoder.final_layernorm.weight", "norm")
+            case "head":
+                yield from _vocabulary(block, "output_layer.weight", "head", padded_vocab)
+            case _:
+                raise GeometryError(
+                    "Megatron has a place for every block of the model",
+                    where=f"layers {block.layers}",
+                    equation=f"block kind({block.kind!r}) is not known",
+                    hint="this model has parts that the dialect does not describe",
+                )
+
+
+def _norms(model: Model, block: Block, spec: str, stored: bool) -> Iterator[Weight]:
+    fused_input = spec == "te" or stored
+    before_attention = (
+        "self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"
+    )
+    yield from _weight(block, before_attention, "input_norm")
+    # Transformer Engine fuses the second norm into a dense MLP, and has none to fuse it into before experts.
+    for kind, fused in (("mlp", spec == "te" or stored), ("moe", spec == "local" and stored)):
+        numbers = {n for other in model.of(kind) for _, n in other.layers}
+        layers = only(block.layers, numbers)
+        path = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+        for weight in _weight(block, path, "post_attention_norm"):
+            if len(layers):
+                yield replace(weight, layers=layers)
+
+
+def only(dim: Dim, numbers: Container[int]) -> Dim:
+    """The numbers of an index dim that are among others."""
+    return Dim(Run("", n, 1) for _, n in dim if n in numbers)
