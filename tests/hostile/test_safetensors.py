@@ -84,6 +84,11 @@ BAD_FILES = {
     "list": (file_bytes(b"[]"), FormatError, "not a safetensors file"),
     "space first": (file_bytes(b" {}"), FormatError, "not a safetensors file"),
     "not utf-8": (file_bytes(b'{"\xff":1}'), FormatError, "not a JSON object"),
+    "half a pair in a key": (
+        file_bytes(b'{"\\udc00":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"),
+        FormatError,
+        "not a JSON object",
+    ),
     "half a pair": (file_bytes(b'{"__metadata__":{"a":"\\ud800"}}'), FormatError, "not a JSON object"),
     "deep": (file_bytes(b'{"a":' + b"[" * 100_000), FormatError, "not a JSON object"),
     "nested": (file_bytes(b'{"a":' + b"[" * 400 + b"]" * 400 + b"}"), FormatError, "described by"),
