@@ -8,7 +8,7 @@ which rank to which. Both are data: printed, costed, simulated, stored and repla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,11 @@ import numpy as np
 
 from shardweave.layout import Box, Layout, Tensor
 from shardweave.layout.buffer import Buffer
+from shardweave.layout.dtype import itemsize
 from shardweave.layout.table import Ints
+
+BOX_COLUMNS = ("count", "index", "index_step", "src_at", "src_step", "dst_at", "dst_step")
+MOVE_COLUMNS = ("box", "src", "dst")
 
 
 @dataclass(frozen=True)
@@ -53,20 +57,17 @@ class Family:
     @cached_property
     def numel(self) -> Ints:
         """Elements of each box."""
-        return np.prod(self.count, axis=1, dtype=np.int64)
+        numel: Ints = np.prod(self.count, axis=1, dtype=np.int64)
+        return numel
 
     def elements(self, box: int) -> Box:
         """The elements of a box, in the tensor's numbers."""
-        return _box(self.index[box], self.index_step[box], self.count[box])
+        return box_of(self.index[box], self.index_step[box], self.count[box])
 
 
-def _box(start: Ints, step: Ints, count: Ints) -> Box:
-    return Box(
-        tuple(
-            range(int(s), int(s + (n - 1) * p + 1), int(p))
-            for s, p, n in zip(start, step, count, strict=True)
-        )
-    )
+def box_of(at: Ints, step: Ints, count: Ints) -> Box:
+    """One row of three columns as a box."""
+    return Box(tuple(_ranges(at, step, count)))
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,24 @@ class Plan:
 
     @property
     def num_moves(self) -> int:
+        """Boxes copied from a rank to a rank."""
         return sum(len(family.box) for family in self.families)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are copied, in the destination's dtypes."""
-        from shardweave.layout.dtype import itemsize
-
         return sum(
             int(family.numel[family.box].sum()) * itemsize(self.dst.rules[family.dst_rule].dtype)
             for family in self.families
         )
 
-    def copies(self) -> Iterator[Copy]:
-        """Every move as copies between single stored arrays: the descriptors that executors consume."""
-        for family in self.families:
+    def copies(self, families: Iterable[Family] | None = None) -> Iterator[Copy]:
+        """Every move as copies between single stored arrays: the descriptors that executors consume.
+
+        Args:
+            families: Some of the plan's families; all by default.
+        """
+        for family in self.families if families is None else families:
             yield from _copies(self, family)
 
 
@@ -118,36 +122,39 @@ class Copy:
     src_dims: tuple[int, ...]
     dst_dims: tuple[int, ...]
 
-    def to_destination(self, values: Any) -> Any:
+    def to_destination(self, block: Any) -> Any:
         """A source block (numpy or torch) with its dims in the destination's order, as a view.
 
-        The block has the shape of ``src_box``, the result that of ``dst_box``. Dims that only one
-        of the two arrays has are of length 1 here.
+        The block has the shape of ``src_box``, the result that of ``dst_box``. Dims that only one of
+        the two arrays has are of length 1 here.
         """
-        kept = [d for d in self.src_dims if d in self.dst_dims]
-        dropped = tuple(slice(None) if d in self.dst_dims else 0 for d in self.src_dims)
-        order = [kept.index(d) for d in self.dst_dims if d in kept]
-        values = values[dropped]
-        values = values.permute(order) if hasattr(values, "permute") else values.transpose(order)
-        return values[tuple(slice(None) if d in kept else None for d in self.dst_dims)]
+        return _rearrange(block, self.src_dims, self.dst_dims)
+
+    def to_source(self, block: Any) -> Any:
+        """The inverse of ``to_destination``: a destination block in the source's order, as a view."""
+        return _rearrange(block, self.dst_dims, self.src_dims)
+
+
+def _rearrange(block: Any, from_dims: tuple[int, ...], to_dims: tuple[int, ...]) -> Any:
+    kept = [d for d in from_dims if d in to_dims]
+    block = block[tuple(slice(None) if d in to_dims else 0 for d in from_dims)]
+    order = [kept.index(d) for d in to_dims if d in kept]
+    block = block.permute(order) if hasattr(block, "permute") else block.transpose(order)
+    return block[tuple(slice(None) if d in kept else None for d in to_dims)]
 
 
 def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
-    src_rule, dst_rule = plan.src.rules[family.src_rule], plan.dst.rules[family.dst_rule]
-    src_buffers: dict[int, Buffer] = {}
-    dst_buffers: dict[int, Buffer] = {}
-    for b, src_rank, dst_rank in zip(
-        family.box.tolist(), family.src.tolist(), family.dst.tolist(), strict=True
-    ):
-        src = src_buffers.get(src_rank) or src_buffers.setdefault(src_rank, _at(plan.src, family.src_rule, src_rank))
-        dst = dst_buffers.get(dst_rank) or dst_buffers.setdefault(dst_rank, _at(plan.dst, family.dst_rule, dst_rank))
-        count = family.count[b].tolist()
+    src_buffers = _buffers(plan.src, family.src_rule, family.src)
+    dst_buffers = _buffers(plan.dst, family.dst_rule, family.dst)
+    moves = zip(family.box.tolist(), family.src.tolist(), family.dst.tolist(), strict=True)
+    for box, src_rank, dst_rank in moves:
+        src, dst = src_buffers[src_rank], dst_buffers[dst_rank]
+        src_places = _ranges(family.src_at[box], family.src_step[box], family.count[box])
+        dst_places = _ranges(family.dst_at[box], family.dst_step[box], family.count[box])
         # A dim that is separate arrays on either side is walked one index at a time.
         walked = sorted({*src.separate, *dst.separate})
-        src_ranges = _ranges(family.src_at[b], family.src_step[b], family.count[b])
-        dst_ranges = _ranges(family.dst_at[b], family.dst_step[b], family.count[b])
-        for turn in itertools.product(*(range(count[d]) for d in walked)):
-            s, t = list(src_ranges), list(dst_ranges)
+        for turn in itertools.product(*(range(len(src_places[d])) for d in walked)):
+            s, t = list(src_places), list(dst_places)
             for d, i in zip(walked, turn, strict=True):
                 s[d], t[d] = s[d][i : i + 1], t[d][i : i + 1]
             yield Copy(
@@ -163,13 +170,12 @@ def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
             )
 
 
-def _at(layout: Layout, rule: int, rank: int) -> Buffer:
-    buffer = layout.rules[rule].at(layout.mesh, rank)
-    assert buffer is not None, "a plan names only ranks that hold the buffer"
-    return buffer
+def _buffers(layout: Layout, number: int, ranks: Ints) -> dict[int, Buffer]:
+    """The buffer of each rank that a family names."""
+    found = {rank: layout.rules[number].at(layout.mesh, rank) for rank in np.unique(ranks).tolist()}
+    return {rank: buffer for rank, buffer in found.items() if buffer is not None}
 
 
 def _ranges(at: Ints, step: Ints, count: Ints) -> list[range]:
-    return [
-        range(a, a + (n - 1) * s + 1, s) for a, s, n in zip(at.tolist(), step.tolist(), count.tolist(), strict=True)
-    ]
+    columns = zip(at.tolist(), step.tolist(), count.tolist(), strict=True)
+    return [range(a, a + (n - 1) * s + 1, s) for a, s, n in columns]
