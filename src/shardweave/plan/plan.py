@@ -110,6 +110,7 @@ class Copy:
         src_rank, src_name, src_box: Rank, array and positions, in the array's own dims.
         dst_rank, dst_name, dst_box: The same of the destination.
         src_dims, dst_dims: For each array dim, the dim of the tensor that it is.
+        elements: Which elements of the tensor these are, in its dims and numbers.
     """
 
     family: Family
@@ -121,6 +122,7 @@ class Copy:
     dst_box: Box
     src_dims: tuple[int, ...]
     dst_dims: tuple[int, ...]
+    elements: Box
 
     def to_destination(self, block: Any) -> Any:
         """A source block (numpy or torch) with its dims in the destination's order, as a view.
@@ -151,12 +153,13 @@ def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
         src, dst = src_buffers[src_rank], dst_buffers[dst_rank]
         src_places = _ranges(family.src_at[box], family.src_step[box], family.count[box])
         dst_places = _ranges(family.dst_at[box], family.dst_step[box], family.count[box])
+        elements = _ranges(family.index[box], family.index_step[box], family.count[box])
         # A dim that is separate arrays on either side is walked one index at a time.
         walked = sorted({*src.separate, *dst.separate})
         for turn in itertools.product(*(range(len(src_places[d])) for d in walked)):
-            s, t = list(src_places), list(dst_places)
+            s, t, e = list(src_places), list(dst_places), list(elements)
             for d, i in zip(walked, turn, strict=True):
-                s[d], t[d] = s[d][i : i + 1], t[d][i : i + 1]
+                s[d], t[d], e[d] = s[d][i : i + 1], t[d][i : i + 1], e[d][i : i + 1]
             yield Copy(
                 family,
                 src_rank,
@@ -167,6 +170,7 @@ def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
                 Box(tuple(t[d] for d in dst.stacked)),
                 src.stacked,
                 dst.stacked,
+                Box(tuple(e)),
             )
 
 
