@@ -1,84 +1,155 @@
-"""Which replica serves which copy: nearest first, then the least loaded.
+"""Which replica serves which copy: nearest first, then in turn, starting with the least loaded.
 
-The choice is a function of the plan so far and of nothing else, so every rank that computes it
-gets the same one.
+The choice is a function of the two layouts and of the order of their tensors, so every rank that
+computes it gets the same one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from shardweave.errors import HolderError
-from shardweave.layout.table import Ints
+from shardweave.layout.table import Ints, within
+
+MOST_PARTS = 64
+"""The most parts that one box is cut into, so that several replicas serve it."""
+
+# Where one replica is asked at most once more than another, sixteen turns keep it within a sixteenth.
+_TURNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The ranks that can serve the moves of each group.
+
+    Attributes:
+        rank: Global ranks, group after group, each once in its group.
+        first: Where the ranks of each group begin, and one past the end.
+    """
+
+    rank: Ints
+    first: Ints
+
+    @property
+    def group(self) -> Ints:
+        """The group of each row of ``rank``."""
+        return np.repeat(np.arange(len(self.first) - 1), self.first[1:] - self.first[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Part ``part`` of ``parts`` of move ``move`` is sent by rank ``src``; ordered by move and part."""
+
+    move: Ints
+    part: Ints
+    parts: Ints
+    src: Ints
 
 
 class Loads:
-    """Bytes that each rank has been asked to send so far in one plan."""
+    """Bytes that each rank of the source has been asked to send so far in one plan."""
 
-    def __init__(self, world_size: int, ranks_per_node: int | None) -> None:
-        self.sent = np.zeros(world_size, dtype=np.int64)
-        self.node = np.arange(world_size) // ranks_per_node if ranks_per_node else None
+    def __init__(self, ranks: range, ranks_per_node: int | None) -> None:
+        self.ranks = ranks
+        self.ranks_per_node = ranks_per_node
+        self.sent = np.zeros(len(ranks), dtype=np.int64)
+
+    def of(self, rank: Ints) -> Ints:
+        """The bytes that each of some ranks has been asked to send."""
+        return self.sent[rank - self.ranks.start]
+
+    def add(self, src: Ints, dst: Ints, num_bytes: Ints) -> None:
+        """Count copies; what stays on its rank is not sent."""
+        sent = np.where(src == dst, 0, num_bytes)
+        added = np.bincount(src - self.ranks.start, weights=sent, minlength=len(self.ranks))
+        self.sent += added.astype(np.int64)
 
 
-def choose(group: Ints, dst: Ints, num_bytes: Ints, source: Ints, first: Ints, loads: Loads) -> Ints:
-    """For each move, which candidate serves it.
+def stretch(width: Ints, part: Ints, parts: Ints) -> tuple[Ints, Ints]:
+    """Where each part begins and ends of ``width`` places cut into ``parts``."""
+    return width * part // parts, width * (part + 1) // parts
 
-    A move may be served by any candidate of its group. It is served by the destination itself
-    where that is one, else by a candidate on the destination's node where there is one, else by
-    any; among equals the moves are dealt out in turn, starting with the least loaded.
+
+def deal(
+    candidates: Candidates, *, group: Ints, dst: Ints, num_bytes: Ints, width: Ints, loads: Loads
+) -> Deal:
+    """Who serves each move.
+
+    A rank serves itself where it can; else a candidate on the destination's node does where there is
+    one; else any. Among equals, moves of one size are dealt out in turn, and cut into as many parts as
+    give every candidate the same number of them.
+
+    Laws:
+        The parts of a move are ``0..parts - 1``, each once, and ``parts <= width``.
+        ``src`` is a candidate of the move's group.
 
     Args:
+        candidates: Who can serve each group; every group has at least one.
         group: The group of each move.
         dst: The destination rank of each move.
         num_bytes: The bytes of each move.
-        source: The rank of each candidate, groups one after the other.
-        first: Where each group's candidates begin, and one past the end.
+        width: Into how many parts each move can be cut at most.
         loads: Bytes sent so far; updated.
-
-    Returns:
-        The candidate of each move, as a row of ``source``.
     """
-    size = first[1:] - first[:-1]
-    if len(size) and int(size.min()) == 0:
-        raise HolderError(
-            "some rank holds every element that a plan reads",
-            equation=f"{int((size == 0).sum())} groups of boxes have no holder",
-            hint="the source buffer does not exist at any rank for these boxes; check its 'where'",
-        )
-    chosen = first[group]
-    open_moves = np.flatnonzero(size[group] > 1)
-    if len(open_moves):
-        order = open_moves[np.argsort(group[open_moves], kind="stable")]
-        starts = np.flatnonzero(np.diff(group[order], prepend=-1))
-        for moves in np.split(order, starts[1:]):
-            g = int(group[moves[0]])
-            chosen[moves] = _deal(moves, dst, num_bytes, source[first[g] : first[g + 1]], loads) + first[g]
-    settled = size[group] == 1
-    _send(loads, source[chosen[settled]], dst[settled], num_bytes[settled])
-    return chosen
+    first, last = candidates.first[group], candidates.first[group + 1]
+    src = candidates.rank[first]
+    forced = last - first == 1
+    if not forced.all():
+        own = _find(candidates, group, dst)
+        src, forced = np.where(own, dst, src), forced | own
+    loads.add(src[forced], dst[forced], num_bytes[forced])
+    moves = np.arange(len(group))
+    if forced.all():
+        return Deal(moves, np.zeros_like(moves), np.ones_like(moves), src)
+    settled = moves[forced]
+    deals = [Deal(settled, np.zeros_like(settled), np.ones_like(settled), src[settled])]
+    left = moves[~forced]
+    for ranks_per_node in dict.fromkeys((loads.ranks_per_node, None)):
+        # Without nodes all ranks are on one.
+        size = ranks_per_node or max(loads.ranks.stop, int(dst.max()) + 1)
+        num_nodes = 1 + max(loads.ranks.stop, int(dst.max())) // size
+        at = candidates.group * num_nodes + candidates.rank // size
+        wanted = group[left] * num_nodes + dst[left] // size
+        near = np.isin(wanted, at)
+        if near.any():
+            rows = left[near]
+            deals.append(_in_turn(candidates.rank, at, wanted[near], rows, dst, num_bytes, width, loads))
+        left = left[~near]
+    move, part, parts, sources = (
+        np.concatenate([getattr(one, name) for one in deals]) for name in Deal.__slots__
+    )
+    order = np.lexsort((part, move))
+    return Deal(move[order], part[order], parts[order], sources[order])
 
 
-def _send(loads: Loads, src: Ints, dst: Ints, num_bytes: Ints) -> None:
-    away = src != dst
-    loads.sent += np.bincount(src[away], weights=num_bytes[away], minlength=len(loads.sent)).astype(np.int64)
+def _find(candidates: Candidates, group: Ints, rank: Ints) -> np.ndarray:
+    """Whether each rank is a candidate of its group."""
+    span = 1 + max(int(candidates.rank.max()), int(rank.max(initial=0)))
+    return np.isin(group * span + rank, candidates.group * span + candidates.rank)
 
 
-def _deal(moves: Ints, dst: Ints, num_bytes: Ints, ranks: Ints, loads: Loads) -> Ints:
-    """The candidates of one group dealt out to its moves."""
-    # Level of nearness of every candidate to every destination: 0 itself, 1 same node, 2 elsewhere.
-    to = dst[moves]
-    level = np.where(ranks[None, :] == to[:, None], 0, 2)
-    if loads.node is not None:
-        level = np.minimum(level, np.where(loads.node[ranks][None, :] == loads.node[to][:, None], 1, 2))
-    best = level.min(axis=1)
-    pick = np.empty(len(moves), dtype=np.int64)
-    usable = level == best[:, None]
-    # Moves with the same usable candidates take turns among them.
-    patterns, which = np.unique(usable, axis=0, return_inverse=True)
-    for p, pattern in enumerate(patterns):
-        mine = np.flatnonzero(which.reshape(-1) == p)
-        options = np.flatnonzero(pattern)
-        turn = options[np.argsort(loads.sent[ranks[options]], kind="stable")]
-        pick[mine] = turn[np.arange(len(mine)) % len(turn)]
-        _send(loads, ranks[pick[mine]], to[mine], num_bytes[moves[mine]])
-    return pick
+def _in_turn(
+    ranks: Ints, at: Ints, wanted: Ints, moves: Ints, dst: Ints, num_bytes: Ints, width: Ints, loads: Loads
+) -> Deal:
+    """Moves dealt out to the ranks of the bucket that each wants; ``at`` is the bucket of each rank."""
+    order = np.lexsort((ranks, loads.of(ranks), at))
+    ranks, at = ranks[order], at[order]
+    first = np.searchsorted(at, wanted, "left")
+    choices = np.searchsorted(at, wanted, "right") - first
+
+    order = np.lexsort((moves, num_bytes[moves], wanted))
+    moves, wanted, first, choices = moves[order], wanted[order], first[order], choices[order]
+    sizes = num_bytes[moves]
+    alike = np.cumsum(np.diff(wanted, prepend=-1).astype(bool) | np.diff(sizes, prepend=-1).astype(bool)) - 1
+    number = np.bincount(alike)[alike]
+    even = np.minimum(choices // np.gcd(number, choices), -(-_TURNS * choices // number))
+    parts = np.minimum(np.minimum(even, MOST_PARTS), np.maximum(width[moves], 1))
+
+    row = np.repeat(np.arange(len(moves)), parts)
+    part = within(parts)
+    turn = within(np.bincount(alike, weights=parts).astype(np.int64))
+    src = ranks[first[row] + turn % choices[row]]
+    low, high = stretch(width[moves[row]], part, parts[row])
+    loads.add(src, dst[moves[row]], sizes[row] // np.maximum(width[moves[row]], 1) * (high - low))
+    return Deal(moves[row], part, parts[row], src)

@@ -1,20 +1,28 @@
-"""The file form of a plan: both layouts in notation, and the columns as little-endian bytes."""
+"""The file form of a plan: a digest, both layouts in notation, and the columns as little-endian bytes."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import zlib
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 
 from shardweave.errors import FormatError
-from shardweave.layout import format_layout, parse_layout
+from shardweave.layout import format_layout, parse_layout, prove
 from shardweave.layout.table import Ints
-from shardweave.plan.plan import Family, Plan
+from shardweave.plan.plan import BOX_COLUMNS, MOVE_COLUMNS, Family, Plan
+from shardweave.plan.proof import prove_plan
 
-_MAGIC = "shardweave.plan/1"
-_COLUMNS = ("count", "index", "index_step", "src_at", "src_step", "dst_at", "dst_step", "box", "src", "dst")
+_MAGIC = b"shardweave.plan/1\n"
+_DIGEST_BYTES = 16
+_COLUMNS = BOX_COLUMNS + MOVE_COLUMNS
+
+# zlib packs at most about a thousandfold, so a file cannot ask for more memory than this many times its size.
+_MOST_UNPACKED = 1 << 11
 
 
 class _Column(msgspec.Struct, array_like=True, frozen=True):
@@ -32,53 +40,57 @@ class _Family(msgspec.Struct, array_like=True, frozen=True):
     columns: list[_Column]
 
 
-class _File(msgspec.Struct, array_like=True, frozen=True):
-    magic: str
+class _Body(msgspec.Struct, array_like=True, frozen=True):
     src: str
     dst: str
     families: list[_Family]
 
 
 def encode(plan: Plan) -> bytes:
-    """A plan as bytes. Law: ``decode(encode(p)) == p``, columns and layouts alike."""
+    """A plan as bytes. Law: ``encode(decode(b)) == b``, columns and layouts alike.
+
+    The same plan gives the same bytes in every process, so that ranks can compare plans by digest.
+    """
     tensors = {tensor: i for i, tensor in enumerate(plan.dst.tensors)}
     families = [
-        _Family(
-            tensors[f.tensor], f.src_rule, f.dst_rule, [_pack(getattr(f, name)) for name in _COLUMNS]
-        )
+        _Family(tensors[f.tensor], f.src_rule, f.dst_rule, [_pack(getattr(f, name)) for name in _COLUMNS])
         for f in plan.families
     ]
-    return msgspec.msgpack.encode(_File(_MAGIC, format_layout(plan.src), format_layout(plan.dst), families))
+    body = msgspec.msgpack.encode(_Body(format_layout(plan.src), format_layout(plan.dst), families))
+    return _MAGIC + _digest(body) + body
 
 
 def decode(data: bytes) -> Plan:
-    """The plan that ``encode`` wrote, proved again.
+    """The plan that ``encode`` wrote, proved again. What it allocates is bounded by the size of the file.
 
     Raises:
-        FormatError: The bytes are not a plan of this version.
-        HolderError, OverlapError, GapError: The columns do not do what the layouts need.
+        FormatError: The bytes are not a plan of this version, or damaged.
+        NotationError, MeshError, BufferRuleError, ModelError: A layout in them is none.
+        PlanError, OutsideError, HolderError, OverlapError, GapError: The columns do not do what the
+            layouts need.
     """
-    from shardweave.plan.proof import prove_plan
-
+    start = len(_MAGIC) + _DIGEST_BYTES
+    if data[: len(_MAGIC)] != _MAGIC:
+        _refuse("a plan file has a known version", f"{data[: len(_MAGIC)]!r} != {_MAGIC!r}")
+    body = data[start:]
+    if data[len(_MAGIC) : start] != _digest(body):
+        _refuse("a plan file has the digest of its bytes", f"{len(data)} bytes with another digest")
     try:
-        file = msgspec.msgpack.decode(data, type=_File)
-    except msgspec.MsgspecError as error:
-        raise FormatError("a plan file is readable", equation=str(error), hint="make the plan again") from error
-    if file.magic != _MAGIC:
-        raise FormatError(
-            "a plan file has a known version", equation=f"{file.magic!r} != {_MAGIC!r}", hint="make the plan again"
-        )
+        file = msgspec.msgpack.decode(body, type=_Body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        _refuse("a plan file is readable", str(error))
     src, dst = parse_layout(file.src), parse_layout(file.dst)
+    prove(src)
+    prove(dst)
     families = []
     for f in file.families:
-        in_range = f.tensor < len(dst.tensors) and f.src_rule < len(src.rules) and f.dst_rule < len(dst.rules)
-        if not in_range or len(f.columns) != len(_COLUMNS):
-            raise FormatError(
-                "a plan file names tensors and buffers of its layouts",
-                equation=f"tensor {f.tensor}, buffers {f.src_rule} and {f.dst_rule}",
-                hint="make the plan again",
+        if not 0 <= f.tensor < len(dst.tensors) or len(f.columns) != len(_COLUMNS):
+            _refuse(
+                "a plan file names tensors of its layouts",
+                f"tensor {f.tensor} of {len(dst.tensors)}, {len(f.columns)} columns of {len(_COLUMNS)}",
             )
-        families.append(Family(dst.tensors[f.tensor], f.src_rule, f.dst_rule, *(_unpack(c) for c in f.columns)))
+        columns = (_unpack(column, most=_MOST_UNPACKED * len(data)) for column in f.columns)
+        families.append(Family(dst.tensors[f.tensor], f.src_rule, f.dst_rule, *columns))
     plan = Plan(src, dst, tuple(families))
     prove_plan(plan)
     return plan
@@ -94,20 +106,28 @@ def load(path: Path) -> Plan:
     return decode(path.read_bytes())
 
 
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+
+
 def _pack(column: Ints) -> _Column:
     width = next(w for w in (1, 2, 4, 8) if w == 8 or int(column.max(initial=0)) < 1 << (8 * w))
     return _Column(width, column.shape, zlib.compress(column.astype(f"<u{width}").tobytes(), 1))
 
 
-def _unpack(column: _Column) -> Ints:
-    size = int(np.prod(column.shape, dtype=np.int64)) * column.width
-    if column.width not in (1, 2, 4, 8) or any(n < 0 for n in column.shape) or size > 1 << 34:
-        raise FormatError("a plan's columns have sane sizes", equation=f"{column.shape} of width {column.width}", hint="make the plan again")
+def _unpack(column: _Column, *, most: int) -> Ints:
+    size = math.prod(column.shape) * column.width
+    if column.width not in (1, 2, 4, 8) or min(column.shape, default=0) < 0 or not 0 <= size <= most:
+        _refuse("the columns of a plan have sane sizes", f"shape{column.shape} of width {column.width}")
     unpack = zlib.decompressobj()
     try:
         data = unpack.decompress(column.data, size + 1)
     except zlib.error as error:
-        raise FormatError("a plan's columns can be read", equation=str(error), hint="make the plan again") from error
+        _refuse("the columns of a plan can be unpacked", str(error))
     if len(data) != size:
-        raise FormatError("a plan's columns have their declared size", equation=f"{len(data)} != {size} bytes", hint="make the plan again")
+        _refuse("the columns of a plan have their declared size", f"{len(data)} != {size} bytes")
     return np.frombuffer(data, dtype=f"<u{column.width}").astype(np.int64).reshape(column.shape)
+
+
+def _refuse(rule: str, equation: str) -> NoReturn:
+    raise FormatError(rule, where="a plan file", equation=equation, hint="make the plan again") from None

@@ -8,20 +8,21 @@ matter, and that of ranks only in the moves.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardweave.errors import DtypeError, PlanError, TransformError
 from shardweave.layout import BufferRule, Layout, Part, Tensor
-from shardweave.layout.buffer import table_of
 from shardweave.layout.dtype import itemsize, lossless
-from shardweave.layout.layout import num_entries
 from shardweave.layout.proof import prove
-from shardweave.layout.table import Atoms, Ints, Join, Table, atoms, join, table
-from shardweave.plan.balance import Loads, choose
-from shardweave.plan.plan import Family, Plan
-from shardweave.plan.proof import prove_plan
+from shardweave.layout.table import Ints, Table, join
+from shardweave.plan.balance import MOST_PARTS, Candidates, Loads, deal, stretch
+from shardweave.plan.plan import BOX_COLUMNS, Family, Plan
+from shardweave.plan.proof import prove_columns
+from shardweave.plan.side import Classes, Held, Side, every_pair
 
 
 def plan(
@@ -35,7 +36,8 @@ def plan(
 
     Both layouts are proved first, and the plan itself before it is returned. Ranks of the two
     meshes are global: a rank that is in both is the same process, and copies to itself where it
-    can. Among replicas the source is chosen by locality, then by least load.
+    can. Among replicas the source is chosen by locality, then in turn; where a box has fewer
+    readers than replicas, it is cut along its outermost dim, so that all of them serve it.
 
     Laws:
         Same input, same plan.
@@ -49,205 +51,229 @@ def plan(
         allow_casts: Whether a destination may store values in a dtype that cannot hold them all.
 
     Raises:
-        PlanError: The destination needs a tensor that the source does not have.
+        PlanError: The destination needs a tensor that the source does not have, or that its buffers
+            have only together with replicas.
         DtypeError, TransformError: Values would change in a way that was not allowed.
         GapError, OverlapError, OutsideError, HolderError: A proof failed.
     """
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise PlanError(
+            "a node has ranks",
+            equation=f"ranks_per_node({ranks_per_node}) < 1",
+            hint="use None where nodes do not matter",
+        )
     missing = [tensor for tensor in dst.tensors if tensor not in src.holders]
     if missing:
         raise PlanError(
             "the source has every tensor of the destination",
             where=f"from layout {src.name!r} to layout {dst.name!r}",
-            equation=f"missing {len(missing)} of {len(dst.tensors)}: {'; '.join(str(t) for t in missing[:3])}",
+            equation=f"missing {len(missing)} of {len(dst.tensors)}: {'; '.join(map(str, missing[:3]))}",
             hint="describe both sides with one model, so that names, layers and shapes agree",
         )
-    prove(src, dst.tensors)
+    prove(src)
     prove(dst)
-    space = _Space(src, dst)
-    loads = Loads(max(src.mesh.ranks.stop, dst.mesh.ranks.stop), ranks_per_node)
+    src_side, dst_side = Side(src), Side(dst)
+    planner = _Planner(src_side, dst_side, Loads(src.mesh.ranks, ranks_per_node))
     families = []
     for tensor in dst.tensors:
+        sources = planner.sources(tensor)
         for dst_rule, dst_part in dst.holders[tensor]:
-            for src_rule, src_part in _sources(src, tensor):
+            for src_rule, src_part in sources:
                 _check_values(src.rules[src_rule], dst.rules[dst_rule], tensor, allow_casts)
-                families.append(space.family(tensor, src_rule, src_part, dst_rule, dst_part, loads))
+                families.append(planner.family(tensor, src_rule, src_part, dst_rule, dst_part))
     result = Plan(src, dst, tuple(family for family in families if len(family.box)))
-    prove_plan(result)
+    prove_columns(result, src_side, dst_side)
     return result
 
 
-def _sources(src: Layout, tensor: Tensor) -> list[tuple[int, Part]]:
-    """The buffers to read a tensor from: its owners, or a replica where all holders are replicas."""
-    holders = list(src.holders[tensor])
-    return [(i, part) for i, part in holders if not part.replica] or holders[:1]
-
-
 def _check_values(src: BufferRule, dst: BufferRule, tensor: Tensor, allow_casts: bool) -> None:
+    where = f"tensor {tensor.name!r}, buffers {src.name!r} and {dst.name!r}"
     if src.transform != dst.transform:
         raise TransformError(
             "both sides store the same function of the logical values",
-            where=f"tensor {tensor.name!r}, buffers {src.name!r} and {dst.name!r}",
+            where=where,
             equation=f"{src.transform} != {dst.transform}",
             hint="apply the transform on the way, as a step of its own; a plan moves bytes",
         )
     if not allow_casts and not lossless(src.dtype, dst.dtype):
         raise DtypeError(
             "the destination's dtype holds every value of the source's",
-            where=f"tensor {tensor.name!r}, buffers {src.name!r} and {dst.name!r}",
+            where=where,
             equation=f"{src.dtype} does not fit in {dst.dtype}",
             hint="keep the dtype, or allow casts (allow_casts=True; --dtype on the command line)",
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
-    """The ranks of each class of a rule: ranks with the same entry in every dim hold the same."""
+class _Common:
+    """What a dim of a source buffer and a dim of a destination buffer have in common.
 
-    stride: Ints
-    order: Ints
-    first: Ints
+    Attributes:
+        held: Who holds what of the source's dim.
+        columns: One row for each name in ``_COLUMNS``, one column for each common stretch.
+    """
 
-    def count(self, code: Ints) -> Ints:
-        return self.first[code + 1] - self.first[code]
+    held: Held
+    columns: Ints
 
 
-class _Space:
-    """Joins and rank classes of two layouts, each computed once; dialects share dims among buffers."""
+# Where a stretch lies in the source is said within its atom, and in the first holder's dim.
+_COLUMNS = (*BOX_COLUMNS, "skip", "skip_step", "atom", "group", "dst_entry")
 
-    def __init__(self, src: Layout, dst: Layout) -> None:
-        self.src, self.dst = src, dst
-        self.joins: dict[tuple[int, str, int, str], tuple[Atoms, Table, Join]] = {}
-        self.classes: dict[tuple[int, ...], _Ranks] = {}
 
-    def join(self, a: object, label_a: str, b: object, label_b: str) -> tuple[Atoms, Table, Join]:
-        key = (id(a), label_a, id(b), label_b)
-        if key not in self.joins:
-            held = atoms(table(table_of(a), label_a))  # type: ignore[arg-type]
-            wanted = table(table_of(b), label_b)  # type: ignore[arg-type]
-            self.joins[key] = held, wanted, join(held.pieces, wanted)
-        return self.joins[key]
+class _Planner:
+    """Two layouts as columns, and what their dims have in common; each pair of dims is joined once."""
 
-    def ranks(self, layout: Layout, rule: BufferRule) -> _Ranks:
-        key = (id(layout), *(id(dim) for dim in rule.dims), hash(rule.where))
-        if key not in self.classes:
-            sizes = num_entries(rule)
-            stride = np.cumprod((1, *sizes[:-1]), dtype=np.int64)
-            entries = layout.entries(rule)
-            code = np.where(entries[:, 0] < 0, -1, entries @ stride) if len(sizes) else np.zeros(len(entries), np.int64)
-            order = np.argsort(code, kind="stable")
-            first = np.searchsorted(code[order], np.arange(int(np.prod(sizes, dtype=np.int64)) + 1), "left")
-            self.classes[key] = _Ranks(stride, order + layout.mesh.offset, first)
-        return self.classes[key]
+    def __init__(self, src: Side, dst: Side, loads: Loads) -> None:
+        self.src, self.dst, self.loads = src, dst, loads
+        self.commons: dict[tuple[int, int], _Common] = {}
+        self.candidates: dict[tuple[int, ...], Candidates] = {}
+
+    def sources(self, tensor: Tensor) -> list[tuple[int, Part]]:
+        """The buffers to read a tensor from: its owners, or else one replica that has all of it."""
+        holders = self.src.layout.holders[tensor]
+        owners = [(i, part) for i, part in holders if not part.replica]
+        if sum(self._volume(i, part) for i, part in owners) == tensor.numel:
+            return owners
+        for i, part in holders:
+            if self._volume(i, part) == tensor.numel:
+                return [(i, part)]
+        raise PlanError(
+            "the owners of a tensor hold all of it, or one replica does",
+            where=f"layout {self.src.layout.name!r}, tensor {tensor.name!r}",
+            equation=", ".join(
+                f"{self.src.layout.rules[i].name!r} {'replica' if part.replica else 'owner'} "
+                f"{self._volume(i, part)} of {tensor.numel}"
+                for i, part in holders
+            ),
+            hint="declare the buffers that share the tensor between them owners (replica=False)",
+        )
+
+    def _volume(self, number: int, part: Part) -> int:
+        """The elements that a rule holds over all its coordinates: a product, as each axis cuts one dim."""
+        held = (self.src.held(self.src.table(number, d, part.label)) for d in range(part.tensor.num_dims))
+        return math.prod(int(one.atoms.pieces.count.sum()) for one in held)
+
+    def common(self, src: Table, dst: Table) -> _Common:
+        """What two dims have in common."""
+        key = id(src), id(dst)
+        if key not in self.commons:
+            held = self.src.held(src)
+            atoms = held.atoms
+            found = join(atoms.pieces, dst)
+            holder = atoms.first[found.row_a]
+            rows = atoms.holders
+            columns = (
+                found.count,
+                found.start,
+                found.step,
+                rows.at[holder] + found.at_a * rows.stride[holder],
+                found.stride_a * rows.stride[holder],
+                found.at_b,
+                found.stride_b,
+                found.at_a,
+                found.stride_a,
+                found.row_a,
+                held.group[found.row_a],
+                dst.entry[found.row_b],
+            )
+            self.commons[key] = _Common(held, np.stack(columns))
+        return self.commons[key]
+
+    def candidates_of(self, held: Sequence[Held], classes: Classes) -> Candidates:
+        """The source ranks of each combination of one set of entries a dim, the first dim fastest."""
+        key = (*(id(one) for one in held), id(classes))
+        if key not in self.candidates:
+            total = math.prod(len(one.first) - 1 for one in held)
+            group = digits = np.arange(total)
+            code = np.zeros_like(group)
+            for one, weight in zip(held, classes.weight, strict=True):
+                size = len(one.first) - 1
+                who, place = every_pair(one.first, (digits % size)[group])
+                group, code = group[who], code[who] + one.entry[place] * weight
+                digits = digits // size
+            who, place = every_pair(classes.first, code)
+            first = np.searchsorted(group[who], np.arange(total + 1), "left")
+            self.candidates[key] = Candidates(classes.ranks[place], first)
+        return self.candidates[key]
 
     def family(
-        self, tensor: Tensor, src_number: int, src_part: Part, dst_number: int, dst_part: Part, loads: Loads
+        self, tensor: Tensor, src_number: int, src_part: Part, dst_number: int, dst_part: Part
     ) -> Family:
-        src_rule, dst_rule = self.src.rules[src_number], self.dst.rules[dst_number]
-        per_dim = [
-            self.join(
-                src_rule.dims[d],
-                src_rule.label_of(d, src_part.label),
-                dst_rule.dims[d],
-                dst_rule.label_of(d, dst_part.label),
+        """The copies of one tensor from one buffer to another."""
+        dims = range(tensor.num_dims)
+        commons = [
+            self.common(
+                self.src.table(src_number, d, src_part.label), self.dst.table(dst_number, d, dst_part.label)
             )
-            for d in range(tensor.num_dims)
+            for d in dims
         ]
-        src_ranks, dst_ranks = self.ranks(self.src, src_rule), self.ranks(self.dst, dst_rule)
+        src_classes, dst_classes = self.src.classes(src_number), self.dst.classes(dst_number)
 
         # Boxes: every combination of one common stretch a dim.
-        sizes = [len(common) for _, _, common in per_dim]
-        total = int(np.prod(sizes, dtype=np.int64))
+        sizes = [one.columns.shape[1] for one in commons]
+        total = math.prod(sizes)
         pick = np.unravel_index(np.arange(total), sizes) if sizes else ()
+        block = np.zeros((len(_COLUMNS), total, len(sizes)), dtype=np.int64)
+        for d, (one, rows) in enumerate(zip(commons, pick, strict=True)):
+            block[:, :, d] = one.columns[:, rows]
+        column = dict(zip(_COLUMNS, block, strict=True))
+        count = column["count"]
 
-        def column(name: str) -> Ints:
-            columns = [getattr(common, name)[rows] for (_, _, common), rows in zip(per_dim, pick, strict=True)]
-            return np.stack(columns, axis=1) if columns else np.zeros((total, 0), dtype=np.int64)
-
-        count, index, index_step = column("count"), column("start"), column("step")
-        within, within_step, dst_at, dst_step = column("at_a"), column("stride_a"), column("at_b"), column("stride_b")
-        atom, row = column("row_a"), column("row_b")
-
-        # Moves: every box to every rank of its destination class.
-        wanted = [rows.entry for _, rows, _ in per_dim]
-        dst_code = _code([entry[row[:, d]] for d, entry in enumerate(wanted)], dst_ranks.stride, total)
-        fan_out = dst_ranks.count(dst_code)
-        box = np.repeat(np.arange(total), fan_out)
-        dst = dst_ranks.order[np.repeat(dst_ranks.first[dst_code], fan_out) + _within(fan_out)]
-
-        # Candidates: for each distinct combination of atoms, every holder and every rank of its class.
-        atom_sizes = [len(held.pieces) for held, _, _ in per_dim]
-        atom_stride = np.cumprod((1, *atom_sizes[:-1]), dtype=np.int64) if atom_sizes else np.zeros(0, np.int64)
-        groups, group = np.unique(_code(list(atom.T), atom_stride, total), return_inverse=True)
-        holder, source, candidates = self._candidates(
-            groups, atom_sizes, [held for held, _, _ in per_dim], src_ranks
+        # Moves: every box to every rank of its destination's class.
+        box, place = every_pair(dst_classes.first, column["dst_entry"] @ dst_classes.weight)
+        dst = dst_classes.ranks[place]
+        held = [one.held for one in commons]
+        candidates = self.candidates_of(held, src_classes)
+        # For several replicas a box is cut along its first dim with more than one index: layers, or rows.
+        axis = np.argmax(count > 1, axis=1) if sizes else np.zeros(total, dtype=np.int64)
+        width = count[np.arange(total), axis] if sizes else np.ones(total, dtype=np.int64)
+        num_bytes = np.prod(count, axis=1) * itemsize(self.dst.layout.rules[dst_number].dtype)
+        weight = np.cumprod([1, *(len(one.first) - 1 for one in held)], dtype=np.int64)[:-1]
+        dealt = deal(
+            candidates,
+            group=(column["group"] @ weight)[box],
+            dst=dst,
+            num_bytes=num_bytes[box],
+            width=width[box],
+            loads=self.loads,
         )
-        num_bytes = np.prod(count, axis=1, dtype=np.int64) * itemsize(dst_rule.dtype)
-        chosen = choose(group[box], dst, num_bytes[box], source, candidates, loads)
+        box, dst = box[dealt.move], dst[dealt.move]
 
-        # A box read from two holders at different places is two boxes.
-        rows, box = np.unique(np.stack([box, *holder[chosen].T]), axis=1, return_inverse=True) if (
-            holder.shape[1] and len(box)
-        ) else (np.arange(total)[None, :], box)
-        original = rows[0]
-        src_at = np.empty((len(original), tensor.num_dims), dtype=np.int64)
-        src_step = np.empty_like(src_at)
-        for d, (held, _, _) in enumerate(per_dim):
-            h = rows[1 + d] if len(rows) > 1 else held.first[atom[original, d]]
-            src_at[:, d] = held.holders.at[h] + within[original, d] * held.holders.stride[h]
-            src_step[:, d] = within_step[original, d] * held.holders.stride[h]
+        # Parts of a box, and a box that is read from holders that have it at different places, are boxes.
+        shared = [d for d in dims if held[d].shared]
+        entry = src_classes.entry[src_classes.of_rank[dealt.src - self.src.layout.mesh.offset]]
+        key = (box * (MOST_PARTS + 1) + dealt.parts) * MOST_PARTS + dealt.part
+        for d in shared:
+            key = key * (1 + int(src_classes.entry[:, d].max())) + entry[:, d]
+        _, first, number = np.unique(key, return_index=True, return_inverse=True)
+        original = box[first]
+        column = {name: rows[original] for name, rows in column.items()}
+        for d in shared:
+            holders = held[d].atoms.holders
+            holder = _holder(held[d], column["atom"][:, d], entry[first, d])
+            column["src_at"][:, d] = holders.at[holder] + column["skip"][:, d] * holders.stride[holder]
+            column["src_step"][:, d] = column["skip_step"][:, d] * holders.stride[holder]
+        if sizes:
+            low, high = stretch(width[original], dealt.part[first], dealt.parts[first])
+            cut = np.arange(len(original)), axis[original]
+            column["count"][cut] = high - low
+            for at, step in (("index", "index_step"), ("src_at", "src_step"), ("dst_at", "dst_step")):
+                column[at][cut] += low * column[step][cut]
         return Family(
             tensor,
             src_number,
             dst_number,
-            count[original],
-            index[original],
-            index_step[original],
-            src_at,
-            src_step,
-            dst_at[original],
-            dst_step[original],
-            box.reshape(-1),
-            source[chosen],
+            *(column[name] for name in BOX_COLUMNS),
+            number,
+            dealt.src,
             dst,
         )
 
-    def _candidates(
-        self, groups: Ints, sizes: list[int], held: list[Atoms], ranks: _Ranks
-    ) -> tuple[Ints, Ints, Ints]:
-        """For each group of atoms: the holder rows, the rank, and where the group's candidates begin.
 
-        Holder rows are left out, as zero columns, where every atom has one holder.
-        """
-        atom = [groups // stride % size for size, stride in zip(sizes, _strides(sizes), strict=True)]
-        single = all(len(one.holders) == len(one.pieces) for one in held)
-        turns = [one.first[a + 1] - one.first[a] for one, a in zip(held, atom, strict=True)]
-        combos = np.prod(turns, axis=0, dtype=np.int64) if turns else np.ones(len(groups), dtype=np.int64)
-        group = np.repeat(np.arange(len(groups)), combos)
-        combo = _within(combos)
-        holder = np.zeros((len(group), len(held)), dtype=np.int64)
-        for d, (one, a) in enumerate(zip(held, atom, strict=True)):
-            turn = turns[d][group]
-            holder[:, d] = one.first[a[group]] + combo % turn
-            combo = combo // turn
-        code = _code([one.holders.entry[holder[:, d]] for d, one in enumerate(held)], ranks.stride, len(group))
-        fan = ranks.count(code)
-        source = ranks.order[np.repeat(ranks.first[code], fan) + _within(fan)]
-        group = np.repeat(group, fan)
-        holder = np.zeros((len(group), 0), dtype=np.int64) if single else np.repeat(holder, fan, axis=0)
-        return holder, source, np.searchsorted(group, np.arange(len(groups) + 1), "left")
-
-
-def _strides(sizes: list[int]) -> list[int]:
-    return [int(n) for n in np.cumprod((1, *sizes[:-1]), dtype=np.int64)] if sizes else []
-
-
-def _code(digits: list[Ints], stride: Ints, total: int) -> Ints:
-    code = np.zeros(total, dtype=np.int64)
-    for digit, weight in zip(digits, stride, strict=True):
-        code += digit * weight
-    return code
-
-
-def _within(counts: Ints) -> Ints:
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
+def _holder(held: Held, atom: Ints, entry: Ints) -> Ints:
+    """The row of each atom's holders that is in an entry; the first one where the entry holds it twice."""
+    atoms = held.atoms
+    span = 1 + int(atoms.holders.entry.max(initial=0))
+    owner = np.repeat(np.arange(len(atoms.pieces)), np.diff(atoms.first))
+    return np.searchsorted(owner * span + atoms.holders.entry, atom * span + entry, "left")

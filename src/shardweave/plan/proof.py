@@ -8,178 +8,327 @@ wanted elements, do not overlap, and have their volume together, are the wanted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
-from shardweave.errors import GapError, HolderError, OverlapError
-from shardweave.layout import Box, BufferRule, Dim, Layout, Part
-from shardweave.layout.box import subtract
+from shardweave.errors import GapError, HolderError, OutsideError, OverlapError, PlanError
+from shardweave.layout import Box, BufferRule, Part, subtract
 from shardweave.layout.buffer import table_of
 from shardweave.layout.layout import format_ranks
-from shardweave.layout.table import Ints, table
+from shardweave.layout.table import Ints, within
 from shardweave.layout.tiling import find_overlap
-from shardweave.plan.plan import Family, Plan
+from shardweave.plan.plan import BOX_COLUMNS, MOVE_COLUMNS, Family, Plan, box_of
+from shardweave.plan.side import Side
 
 
 def prove_plan(plan: Plan) -> None:
     """Prove that a plan fills its destination exactly once, with the right elements.
 
+    Law: whoever drops, doubles or changes one move or one box of a plan is refused, unless what is
+    left is another right plan.
+
     Raises:
+        PlanError: The columns do not fit together, or name what is not there.
+        OutsideError: A copy reaches outside a buffer.
         HolderError: A copy reads or writes a position that does not hold the element.
         OverlapError: An element is written twice.
         GapError: An element is wanted and never written.
     """
+    prove_columns(plan, Side(plan.src), Side(plan.dst))
+
+
+def prove_columns(plan: Plan, src: Side, dst: Side) -> None:
+    """``prove_plan`` with the columns of both layouts at hand."""
+    targets = [_Target(number, part, []) for number, rule in enumerate(plan.dst.rules) for part in rule.parts]
+    by_part = {(target.number, target.part.tensor): target for target in targets}
     for family in plan.families:
-        _check_side(family, plan.src, family.src_rule, "src")
-        _check_side(family, plan.dst, family.dst_rule, "dst")
-    for number, rule in enumerate(plan.dst.rules):
-        for part in rule.parts:
-            families = [f for f in plan.families if f.dst_rule == number and f.tensor == part.tensor]
-            _check_once(plan.dst, rule, part, families)
+        _check_columns(family)
+        _check_side(family, src, _part(family, plan.src.rules, family.src_rule), "src")
+        writes = _check_side(family, dst, _part(family, plan.dst.rules, family.dst_rule), "dst")
+        by_part[family.dst_rule, family.tensor].writes.append(writes)
+    _check_disjoint(dst, targets)
+    for target in targets:
+        _check_volume(dst, target)
 
 
-def _check_side(family: Family, layout: Layout, number: int, side: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """The copies of one family as pairs of a box and a class of ranks.
+
+    Attributes:
+        family: The family.
+        box: The box of each pair.
+        rank_class: The class of each pair.
+        move: One of its moves.
+        number: The number of its moves.
+    """
+
+    family: Family
+    box: Ints
+    rank_class: Ints
+    move: Ints
+    number: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One part of one buffer of the destination, and what is written to it."""
+
+    number: int
+    part: Part
+    writes: list[_Writes]
+
+
+def _part(family: Family, rules: tuple[BufferRule, ...], number: int) -> Part:
+    """The part of a buffer that a family is about."""
+    if 0 <= number < len(rules):
+        for part in rules[number].parts:
+            if part.tensor == family.tensor:
+                return part
+    raise PlanError(
+        "a plan names a buffer for each tensor that holds it",
+        where=f"tensor {family.tensor.name!r}",
+        equation=f"buffer {number} of {len(rules)} does not hold it",
+        hint="make the plan again from the same layouts",
+    )
+
+
+def _check_columns(family: Family) -> None:
+    shape = len(family.count), family.tensor.num_dims
+    boxes = [getattr(family, name) for name in BOX_COLUMNS]
+    moves = [getattr(family, name) for name in MOVE_COLUMNS]
+    fits = all(column.shape == shape for column in boxes)
+    fits &= all(column.shape == (len(family.box),) for column in moves)
+    if not fits or not _between(family.box, 0, shape[0]):
+        raise PlanError(
+            "the columns of a plan fit together",
+            where=f"tensor {family.tensor.name!r}",
+            equation=f"boxes of shape {shape}, moves {family.box.shape} of boxes {_ends(family.box)}",
+            hint="make the plan again; do not edit its columns",
+        )
+    least = [int(column.min(initial=1)) for column in boxes]
+    if any(
+        value < (0 if name in ("index", "src_at", "dst_at") else 1)
+        for name, value in zip(BOX_COLUMNS, least, strict=True)
+    ):
+        raise OutsideError(
+            "boxes have at least one index, steps of at least one and places from 0 on",
+            where=f"tensor {family.tensor.name!r}",
+            equation=", ".join(f"{name} >= {value}" for name, value in zip(BOX_COLUMNS, least, strict=True)),
+            hint="make the plan again; do not edit its columns",
+        )
+
+
+def _between(values: Ints, low: int, high: int) -> bool:
+    return not len(values) or (low <= int(values.min()) and int(values.max()) < high)
+
+
+def _ends(values: Ints) -> str:
+    return f"{values.min()}..{values.max()}" if len(values) else "none"
+
+
+def _check_side(family: Family, side: Side, part: Part, which: str) -> _Writes:
     """Every box lies, on every rank that it is read from or written to, where the rank holds it."""
-    rule = layout.rules[number]
-    part = next(part for part in rule.parts if part.tensor == family.tensor)
-    ranks: Ints = getattr(family, side)
-    at, stride = getattr(family, f"{side}_at"), getattr(family, f"{side}_step")
-    # Boxes go with classes of ranks; each pair is checked once.
-    entries = layout.entries(rule)[ranks - layout.mesh.offset]
-    if len(entries) and entries.size and int(entries.min()) < 0:
-        bad = int(np.argmax(entries.min(axis=1) < 0))
+    number: int = getattr(family, f"{which}_rule")
+    ranks: Ints = getattr(family, which)
+    at, stride = getattr(family, f"{which}_at"), getattr(family, f"{which}_step")
+    layout, rule = side.layout, side.layout.rules[number]
+    classes, runs = side.classes(number), side.runs(number, part.label)
+
+    def where(move: int) -> str:
+        return (
+            f"layout {layout.name!r}, buffer {rule.name!r}, tensor {family.tensor.name!r}, "
+            f"box {family.elements(int(family.box[move]))}, "
+            f"from rank {family.src[move]} to rank {family.dst[move]}"
+        )
+
+    place = ranks - layout.mesh.offset
+    inside = (place >= 0) & (place < layout.mesh.size)
+    rank_class = classes.of_rank[np.where(inside, place, 0)]
+    here = inside & (rank_class >= 0)
+    if not here.all():
+        move = int(np.argmin(here))
         raise HolderError(
             "a plan names only ranks that have the buffer",
-            where=f"layout {layout.name!r}, buffer {rule.name!r}, rank {int(ranks[bad])}",
-            equation="the buffer does not exist there",
+            where=where(move),
+            equation=f"{which}({ranks[move]}) has no {rule.name!r}",
             hint="make the plan again from the same layouts",
         )
-    for d, dim in enumerate(rule.dims):
-        dims = table_of(dim)
-        pairs = family.box * len(dims) + (entries[:, d] if len(dims) > 1 else 0)
-        first = np.unique(pairs, return_index=True)[1] if len(dims) > 1 else np.unique(family.box, return_index=True)[1]
-        box = family.box[first]
-        entry = entries[first, d]
-        ok = _holds(
-            dims,
-            rule.label_of(d, part.label),
-            entry,
-            at[box, d],
-            stride[box, d],
-            family.count[box, d],
-            family.index[box, d],
-            family.index_step[box, d],
-        )
-        if not bool(np.all(ok)):
-            row = int(first[int(np.argmin(ok))])
-            b = int(family.box[row])
-            raise HolderError(
-                "a plan reads and writes an element where the rank holds it",
-                where=(
-                    f"layout {layout.name!r}, buffer {rule.name!r}, tensor {family.tensor.name!r}, "
-                    f"box {family.elements(b)}, rank {int(ranks[row])}"
-                ),
-                equation=(
-                    f"dim {d}: positions {int(at[b, d])} step {int(stride[b, d])} of {dims[int(entries[row, d])]} "
-                    f"are not indices {family.elements(b).dims[d]}"
-                ),
-                hint="make the plan again from the same layouts; do not edit its columns",
-            )
-
-
-def _holds(
-    dims: Sequence[Dim], label: str, entry: Ints, at: Ints, stride: Ints, count: Ints, index: Ints, step: Ints
-) -> np.ndarray:
-    """Whether positions ``at + i * stride`` of each dim are indices ``index + i * step`` of ``label``."""
-    rows = table(dims, label)
-    if not len(rows):
-        return np.zeros(len(at), dtype=bool)
-    span = 1 + max(int((rows.at + rows.count).max()), int(at.max(initial=0)))
-    keys = rows.entry * span + rows.at
-    order = np.argsort(keys)
-    found = np.searchsorted(keys[order], entry * span + at, "right") - 1
-    run = order[np.maximum(found, 0)]
-    skip = at - rows.at[run]
-    inside = (found >= 0) & (rows.entry[run] == entry) & (skip + stride * (count - 1) < rows.count[run])
-    right = rows.start[run] + skip * rows.step[run] == index
-    return inside & right & ((count == 1) | (stride * rows.step[run] == step))
-
-
-def _check_once(layout: Layout, rule: BufferRule, part: Part, families: Sequence[Family]) -> None:
-    """Each rank's copies into one part of one buffer are disjoint and have the volume that it wants."""
-    entries = layout.entries(rule)
-    exists = entries.min(axis=1, initial=0) >= 0
-    wanted = exists.astype(np.int64)
-    for d, dim in enumerate(rule.dims):
-        label = rule.label_of(d, part.label)
-        lengths = np.array([sum(r.count for r in one.runs if r.label == label) for one in table_of(dim)])
-        wanted = wanted * lengths[np.maximum(entries[:, d], 0)]
-    rank = np.concatenate([f.dst for f in families]) if families else np.zeros(0, dtype=np.int64)
-    volume = np.concatenate([f.numel[f.box] for f in families]) if families else rank
-    written = np.zeros(layout.mesh.size, dtype=np.int64)
-    np.add.at(written, rank - layout.mesh.offset, volume)
-    if families:
-        at, step, count = (
-            np.concatenate([getattr(f, name)[f.box] for f in families]) for name in ("dst_at", "dst_step", "count")
-        )
-        pair = find_overlap(*_intervals(rank, at, step, count))
-        if pair is not None:
-            i, j = pair
-            raise OverlapError(
-                "an element of the destination is written once",
-                where=f"layout {layout.name!r}, buffer {rule.name!r}, tensor {part.tensor.name!r}, rank {int(rank[i])}",
-                equation=f"copy at {at[i].tolist()} and copy at {at[j].tolist()} of sizes {count[i].tolist()} and {count[j].tolist()} overlap",
-                hint="a source holds the element twice without declaring replicas",
-            )
-    if not np.array_equal(written, wanted):
-        short = np.flatnonzero(written != wanted)
-        r = int(short[0])
-        raise GapError(
-            "every element of the destination is written",
-            where=(
-                f"layout {layout.name!r}, buffer {rule.name!r}, tensor {part.tensor.name!r}, "
-                f"{format_ranks(short + layout.mesh.offset)}{_first_gap(layout, rule, part, r, families)}"
+    # Ranks of a class hold the same, so each pair of a box and a class is looked at once.
+    num_classes = len(classes.entry)
+    pair, move, number_of = np.unique(
+        family.box * num_classes + rank_class, return_index=True, return_counts=True
+    )
+    box, rank_class = pair // num_classes, pair % num_classes
+    entry = runs.base + classes.entry[rank_class]
+    at, stride, count = at[box], stride[box], family.count[box]
+    length = runs.length[entry]
+    outside = (at >= length) | (count - 1 > (length - 1 - at) // stride)
+    if outside.any():
+        row, d = (int(i) for i in np.argwhere(outside)[0])
+        raise OutsideError(
+            "a copy lies inside its buffer",
+            where=where(move[row]),
+            equation=(
+                f"dim {d} of {which}: {_range(at[row, d], stride[row, d], count[row, d])} is not inside "
+                f"[0:{length[row, d]}]"
             ),
-            equation=f"rank {r + layout.mesh.offset}: written {int(written[r])} of {int(wanted[r])} elements",
-            hint="the source does not hold these elements, or the plan was cut short",
+            hint="make the plan again from the same layouts; do not edit its columns",
         )
+    run, found = runs.find(entry, at)
+    if len(runs.key):
+        skip = at - runs.rows.at[run]
+        step = runs.rows.step[run]
+        found &= skip + stride * (count - 1) < runs.rows.count[run]
+        found &= runs.rows.start[run] + skip * step == family.index[box]
+        found &= (count == 1) | (stride * step == family.index_step[box])
+    if not found.all():
+        row, d = (int(i) for i in np.argwhere(~found)[0])
+        held = table_of(rule.dims[d])[int(classes.entry[rank_class[row], d])]
+        raise HolderError(
+            "a plan reads and writes an element where the rank holds it",
+            where=where(move[row]),
+            equation=(
+                f"dim {d} of {which}: {_range(at[row, d], stride[row, d], count[row, d])} of {held} "
+                f"are not the indices {family.elements(int(box[row])).dims[d]}"
+            ),
+            hint="make the plan again from the same layouts; do not edit its columns",
+        )
+    return _Writes(family, box, rank_class, move, number_of)
 
 
-def _first_gap(layout: Layout, rule: BufferRule, part: Part, rank: int, families: Sequence[Family]) -> str:
-    buffer = rule.at(layout.mesh, rank + layout.mesh.offset)
-    left = [piece.at for piece in buffer.pieces() if piece.tensor == part.tensor] if buffer else []
-    for f in families:
-        for b in f.box[f.dst == rank + layout.mesh.offset].tolist():
-            done = Box(
-                tuple(
-                    range(a, a + (n - 1) * s + 1, s)
-                    for a, s, n in zip(f.dst_at[b].tolist(), f.dst_step[b].tolist(), f.count[b].tolist(), strict=True)
-                )
+def _check_disjoint(side: Side, targets: list[_Target]) -> None:
+    """No two copies into one buffer of one rank have an element of a part in common."""
+    rows: list[tuple[_Target, _Writes, Ints]] = []
+    groups: list[Ints] = []
+    boxes: list[tuple[Ints, Ints]] = []
+    most = max((target.part.tensor.num_dims for target in targets), default=0)
+    for t, target in enumerate(targets):
+        alike = all(_is_alike(side, target.number, writes) for writes in target.writes)
+        for writes in target.writes:
+            family = writes.family
+            # Where all ranks of each class get the same boxes, one rank stands for its class.
+            box, owner, move = (
+                (writes.box, writes.rank_class, writes.move)
+                if alike
+                else (family.box, family.dst - side.layout.mesh.offset, np.arange(len(family.box)))
             )
-            left = [rest for box in left for rest in subtract(box, done)]
-    return f", buffer box {left[0]}" if left else ""
+            row, low, high = _intervals(family.dst_at[box], family.dst_step[box], family.count[box])
+            missing = ((0, 0), (0, most - low.shape[1]))
+            groups.append(t * side.layout.mesh.size + owner[row])
+            boxes.append((np.pad(low, missing), np.pad(high, missing, constant_values=1)))
+            rows.append((target, writes, move[row]))
+    if not rows:
+        return
+    low, high = (np.concatenate(ends) for ends in zip(*boxes, strict=True))
+    pair = find_overlap(np.concatenate(groups), low, high)
+    if pair is not None:
+        _refuse_overlap(side, rows, *pair)
 
 
-def _intervals(group: Ints, at: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints, Ints]:
-    """Strided boxes as plain ones, by the change of variable ``x -> (x mod L) * span + x div L``."""
-    low, high = at.copy(), at + count
-    rows = np.arange(len(group))
-    for d in range(at.shape[1]):
-        stepped = count[:, d] > 1
-        period = int(np.lcm.reduce(np.where(stepped, step[:, d], 1))) if len(rows) else 1
-        if period == 1:
-            continue
+def _is_alike(side: Side, number: int, writes: _Writes) -> bool:
+    """Whether each box goes to all ranks of a class or to none, once each."""
+    if not np.array_equal(writes.number, side.classes(number).size[writes.rank_class]):
+        return False
+    family = writes.family
+    rank = family.dst - side.layout.mesh.offset
+    return len(np.unique(family.box * side.layout.mesh.size + rank)) == len(family.box)
+
+
+def _refuse_overlap(side: Side, rows: list[tuple[_Target, _Writes, Ints]], *pair: int) -> NoReturn:
+    ends = np.cumsum([len(moves) for _, _, moves in rows])
+    copies = []
+    for i in pair:
+        place = int(np.searchsorted(ends, i, "right"))
+        target, writes, moves = rows[place]
+        copies.append((target, writes.family, int(moves[i - int(ends[place])])))
+    target, family, move = copies[0]
+    raise OverlapError(
+        "an element of the destination is written once",
+        where=(
+            f"layout {side.layout.name!r}, buffer {side.layout.rules[target.number].name!r}, "
+            f"tensor {target.part.tensor.name!r}, rank {family.dst[move]}"
+        ),
+        equation=" and ".join(
+            f"box {f.elements(int(f.box[m]))} from rank {f.src[m]} to {_written(f, int(f.box[m]))}"
+            for _, f, m in copies
+        )
+        + " overlap",
+        hint="make the plan again; a source that holds an element twice declares replicas",
+    )
+
+
+def _check_volume(side: Side, target: _Target) -> None:
+    """Disjoint copies inside the wanted elements of a rank are all of them when they have their volume."""
+    layout, rule = side.layout, side.layout.rules[target.number]
+    classes, runs = side.classes(target.number), side.runs(target.number, target.part.label)
+    wanted = np.prod(runs.held[runs.base + classes.entry], axis=1)[classes.of_rank]
+    wanted[classes.of_rank < 0] = 0
+    written = np.zeros(layout.mesh.size, dtype=np.int64)
+    for writes in target.writes:
+        family = writes.family
+        np.add.at(written, family.dst - layout.mesh.offset, family.numel[family.box])
+    if np.array_equal(written, wanted):
+        return
+    short = np.flatnonzero(written != wanted)
+    rank = int(short[0]) + layout.mesh.offset
+    raise GapError(
+        "every element of the destination is written",
+        where=(
+            f"layout {layout.name!r}, buffer {rule.name!r}, tensor {target.part.tensor.name!r}, "
+            f"{format_ranks(short + layout.mesh.offset)}, {_first_gap(side, target, rank)}"
+        ),
+        equation=f"rank {rank}: written {written[short[0]]} of {wanted[short[0]]} elements",
+        hint="the source does not hold these elements, or the plan was cut short",
+    )
+
+
+def _first_gap(side: Side, target: _Target, rank: int) -> str:
+    buffer = side.layout.rules[target.number].at(side.layout.mesh, rank)
+    pieces = [piece for piece in buffer.pieces() if piece.tensor == target.part.tensor] if buffer else []
+    done = [
+        _written(writes.family, box)
+        for writes in target.writes
+        for box in writes.family.box[writes.family.dst == rank].tolist()
+    ]
+    for piece in pieces:
+        left = [piece.at]
+        for box in done:
+            left = [rest for one in left for rest in subtract(one, box)]
+        if left:
+            return f"box {piece.box}, of which {left[0]} of the buffer is not written"
+    return "nothing is missing"
+
+
+def _written(family: Family, box: int) -> Box:
+    """Where a box is written to, in the dims of the destination's buffer."""
+    return box_of(family.dst_at[box], family.dst_step[box], family.count[box])
+
+
+def _range(at: int, step: int, count: int) -> str:
+    return str(Box((range(int(at), int(at) + (int(count) - 1) * int(step) + 1, int(step)),)))
+
+
+def _intervals(at: Ints, step: Ints, count: Ints) -> tuple[Ints, Ints, Ints]:
+    """Strided boxes as plain ones, by the change of variable ``x -> (x mod L) * span + x div L``.
+
+    Returns:
+        The box that each plain one is of, and its first places and one past its last ones.
+    """
+    row, low, high = np.arange(len(at)), at, at + count
+    for d in np.flatnonzero(((step != 1) & (count > 1)).any(axis=0)):
+        period = int(np.lcm.reduce(np.where(count[:, d] > 1, step[:, d], 1)))
         span = 1 + int((at[:, d] + count[:, d] * step[:, d]).max()) // period
-        stride = np.where(count[:, d] > 1, step[:, d], period)
-        phases = np.minimum(period // stride, count[:, d])
-        origin = np.repeat(np.arange(len(rows)), phases)
-        phase = np.arange(len(origin)) - np.repeat(np.cumsum(phases) - phases, phases)
-        first = at[origin, d] + phase * stride[origin]
-        turns = period // stride[origin]
-        number = -((phase - count[origin, d]) // turns)
-        low, high, rows = low[origin], high[origin], rows[origin]
+        # A run of step s is period / s runs of step period; one of a single index is itself.
+        turns = period // np.where(count[:, d] > 1, step[:, d], period)
+        phases = np.minimum(turns, count[:, d])
+        origin, phase = np.repeat(np.arange(len(at)), phases), within(phases)
+        first = at[origin, d] + phase * step[origin, d]
+        number = -((phase - count[origin, d]) // turns[origin])
+        row, low, high = row[origin], low[origin], high[origin]
         at, step, count = at[origin], step[origin], count[origin]
         low[:, d] = first % period * span + first // period
         high[:, d] = low[:, d] + number
-    return group[rows], low, high
+    return row, low, high

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-from shardweave.layout import Layout, Tensor
+from shardweave.layout import Dim, Layout, Tensor
 from shardweave.plan.plan import Plan
 
-State = dict[int, dict[str, np.ndarray]]
+State = dict[int, dict[str, NDArray[Any]]]
 """Stored arrays by global rank and name."""
 
 
-def materialise(layout: Layout, values: Mapping[Tensor, np.ndarray], *, fill: object = 0) -> State:
+def materialise(layout: Layout, values: Mapping[Tensor, NDArray[Any]], *, fill: object = 0) -> State:
     """The stored arrays of every rank, cut from whole tensors by the pieces of each buffer.
 
     Args:
@@ -21,34 +23,31 @@ def materialise(layout: Layout, values: Mapping[Tensor, np.ndarray], *, fill: ob
         values: The whole of each tensor, index dims first, in order of the index.
         fill: What padding holds.
     """
+    places = {tensor: tuple(_places(dim) for dim in tensor.dims) for tensor in layout.tensors}
     state: State = {}
     for rank in layout.mesh.ranks:
         state[rank] = {}
         for buffer in layout.buffers(rank):
-            dtype = next(iter(values.values())).dtype if values else np.dtype(np.float64)
-            whole = np.full([len(dim) for dim in buffer.dims], fill, dtype=dtype)
+            dtype = values[buffer.parts[0].tensor].dtype
+            held = np.full([len(dim) for dim in buffer.dims], fill, dtype=dtype)
             for piece in buffer.pieces():
-                source = values[piece.tensor]
-                index = tuple(
-                    _places(piece.tensor, d, numbers) for d, numbers in enumerate(piece.box.dims)
+                index = (
+                    [of[number] for number in numbers]
+                    for of, numbers in zip(places[piece.tensor], piece.box.dims, strict=True)
                 )
-                whole[tuple(slice(r.start, r.stop) for r in piece.at.dims)] = source[np.ix_(*index)]
+                held[tuple(_slice(r) for r in piece.at.dims)] = values[piece.tensor][np.ix_(*index)]
+            # Separate index dims outermost, then the stored array in its own order.
+            arrays = held.transpose((*buffer.separate, *buffer.stacked))
             for name, positions in buffer.members():
-                member = whole[tuple(positions[buffer.separate.index(d)] if d in buffer.separate else slice(None)
-                                     for d in range(len(buffer.dims)))]
-                order = np.argsort(np.argsort(buffer.stacked))
-                state[rank][name] = np.ascontiguousarray(member.transpose(np.argsort(order)))
+                state[rank][name] = np.array(arrays[positions], order="C")
     return state
 
 
-def _places(tensor: Tensor, d: int, numbers: range) -> list[int]:
-    if d >= len(tensor.index):
-        return list(numbers)
-    place = {number: i for i, (_, number) in enumerate(tensor.index[d][1])}
-    return [place[number] for number in numbers]
+def _places(dim: Dim) -> dict[int, int]:
+    return {number: place for place, (_, number) in enumerate(dim)}
 
 
-def empty(layout: Layout, dtype: np.dtype | type, *, fill: object) -> State:
+def empty(layout: Layout, dtype: DTypeLike, *, fill: object) -> State:
     """The stored arrays of every rank, prefilled."""
     return {
         rank: {
@@ -67,12 +66,13 @@ def simulate(plan: Plan, state: State, *, into: State | None = None) -> State:
         state: The arrays of the source's ranks.
         into: Arrays of the destination's ranks to write to; new ones filled with zeros by default.
     """
-    dtype = next((a.dtype for arrays in state.values() for a in arrays.values()), np.dtype(np.float64))
-    result = empty(plan.dst, dtype, fill=0) if into is None else into
+    if into is None:
+        into = empty(plan.dst, next(a.dtype for arrays in state.values() for a in arrays.values()), fill=0)
     for copy in plan.copies():
         source = state[copy.src_rank][copy.src_name][tuple(_slice(r) for r in copy.src_box.dims)]
-        result[copy.dst_rank][copy.dst_name][tuple(_slice(r) for r in copy.dst_box.dims)] = copy.to_destination(source)
-    return result
+        target = into[copy.dst_rank][copy.dst_name]
+        target[tuple(_slice(r) for r in copy.dst_box.dims)] = copy.to_destination(source)
+    return into
 
 
 def _slice(r: range) -> slice:

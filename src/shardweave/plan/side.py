@@ -1,0 +1,192 @@
+"""A layout as columns: its ranks by what they hold, and the runs of its buffers, each made once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardweave.layout import Dim, Layout
+from shardweave.layout.buffer import axes_of, table_of
+from shardweave.layout.layout import num_entries
+from shardweave.layout.table import Atoms, Ints, Table, atoms, table, within
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The ranks of one buffer by what they hold: those with the same entry in every dim are a class.
+
+    Attributes:
+        entry: The entry of each class in each dim, ``(num_classes, num_dims)``.
+        weight: The class of entries ``e`` is ``e @ weight``.
+        of_rank: The class of each rank of the mesh; -1 where the buffer does not exist.
+        ranks: Global ranks, class after class, ascending in each.
+        first: Where the ranks of each class begin, and one past the end.
+    """
+
+    entry: Ints
+    weight: Ints
+    of_rank: Ints
+    ranks: Ints
+    first: Ints
+
+    @property
+    def size(self) -> Ints:
+        """The number of ranks of each class."""
+        return self.first[1:] - self.first[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Who holds what of one dim: the table cut into atoms, and the sets of entries that hold them.
+
+    Attributes:
+        atoms: The atoms.
+        group: For each atom, the number of the set of entries that hold it.
+        entry: The entries of each set, set after set.
+        first: Where the entries of each set begin, and one past the end.
+    """
+
+    atoms: Atoms
+    group: Ints
+    entry: Ints
+    first: Ints
+
+    @property
+    def shared(self) -> bool:
+        """Whether some index is held more than once, so that its place depends on who is asked."""
+        return len(self.atoms.holders) > len(self.atoms.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of one part of a buffer over all its dims, to be found by position.
+
+    Entries of all dims are numbered in one sequence; those of dim ``d`` begin at ``base[d]``.
+
+    Attributes:
+        base: The number of the first entry of each dim.
+        length: For each entry, its positions, those of padding and of other parts included.
+        held: For each entry, the positions that are of this part.
+        rows: All runs, by entry and position.
+        key: ``entry * span + at`` of each run, ascending.
+        span: More than any position.
+    """
+
+    base: Ints
+    length: Ints
+    held: Ints
+    rows: Table
+    key: Ints
+    span: int
+
+    def find(self, entry: Ints, at: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+        """The run that each position lies in, and whether there is one."""
+        if not len(self.key):
+            return np.zeros_like(at), np.zeros(at.shape, dtype=np.bool_)
+        found = np.searchsorted(self.key, entry * self.span + at, "right") - 1
+        row = np.maximum(found, 0)
+        inside = (
+            (found >= 0) & (self.rows.entry[row] == entry) & (at < self.rows.at[row] + self.rows.count[row])
+        )
+        return row, inside
+
+
+class Side:
+    """One side of a plan. Equal dims and equal cuts, which layouts have many of, share their columns."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._tables: dict[tuple[tuple[Dim, ...], str], Table] = {}
+        self._held: dict[int, Held] = {}
+        self._classes: dict[object, Classes] = {}
+        self._runs: dict[tuple[int, ...], Runs] = {}
+
+    def table(self, number: int, dim: int, label: str) -> Table:
+        """The runs of the part ``label`` in one dim of rule ``number``; equal dims give the same object."""
+        rule = self.layout.rules[number]
+        key = table_of(rule.dims[dim]), rule.label_of(dim, label)
+        if key not in self._tables:
+            self._tables[key] = table(*key)
+        return self._tables[key]
+
+    def held(self, rows: Table) -> Held:
+        """Who holds what of a table of this side."""
+        if id(rows) not in self._held:
+            self._held[id(rows)] = _held(rows)
+        return self._held[id(rows)]
+
+    def classes(self, number: int) -> Classes:
+        """The ranks of rule ``number`` by what they hold."""
+        rule = self.layout.rules[number]
+        key = tuple(axes_of(dim) for dim in rule.dims), rule.where
+        if key not in self._classes:
+            sizes = num_entries(rule)
+            num = int(np.prod(sizes, dtype=np.int64))
+            weight = np.cumprod((1, *sizes), dtype=np.int64)[:-1]
+            of_rank = np.where(self.layout.exists(rule), self.layout.entries(rule) @ weight, -1)
+            order = np.argsort(of_rank, kind="stable")
+            self._classes[key] = Classes(
+                entry=np.arange(num)[:, None] // weight % np.array(sizes, dtype=np.int64),
+                weight=weight,
+                of_rank=of_rank,
+                ranks=order + self.layout.mesh.offset,
+                first=np.searchsorted(of_rank[order], np.arange(num + 1), "left"),
+            )
+        return self._classes[key]
+
+    def runs(self, number: int, label: str) -> Runs:
+        """The runs of the part ``label`` of rule ``number``."""
+        rule = self.layout.rules[number]
+        tables = [self.table(number, d, label) for d in range(len(rule.dims))]
+        # Padding and other parts make a dim longer than its table shows.
+        dims = [dim for each in rule.dims for dim in table_of(each)]
+        length = np.array([len(dim) for dim in dims], dtype=np.int64)
+        key = (*(id(rows) for rows in tables), *length.tolist())
+        if key not in self._runs:
+            base = np.cumsum((0, *num_entries(rule)), dtype=np.int64)[:-1]
+            entry = _joined([rows.entry + first for rows, first in zip(tables, base, strict=True)])
+            columns = [_joined([getattr(rows, name) for rows in tables]) for name in Table.__slots__[1:]]
+            rows = Table(entry, *columns)
+            span = 1 + int(length.max(initial=0))
+            held = np.bincount(entry, weights=rows.count, minlength=len(length)).astype(np.int64)
+            self._runs[key] = Runs(base, length, held, rows, entry * span + rows.at, span)
+        return self._runs[key]
+
+
+def _joined(columns: list[Ints]) -> Ints:
+    return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
+
+
+def _held(rows: Table) -> Held:
+    found = atoms(rows)
+    entry = found.holders.entry
+    if len(found.holders) == len(found.pieces):
+        used, group = np.unique(entry, return_inverse=True)
+        return Held(found, group, used, np.arange(len(used) + 1))
+    # Sets of entries are compared as tuples; only dims with replicas along the axis that cuts them get here.
+    bounds = found.first.tolist()
+    sets: dict[tuple[int, ...], int] = {}
+    group = np.array(
+        [
+            sets.setdefault(tuple(sorted(set(entry[a:b].tolist()))), len(sets))
+            for a, b in itertools.pairwise(bounds)
+        ]
+    )
+    sizes = np.array([len(members) for members in sets])
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    return Held(found, group, np.array([e for members in sets for e in members]), first)
+
+
+def every_pair(first: Ints, chosen: Ints) -> tuple[Ints, Ints]:
+    """The members of chosen lists that lie one after the other: who chose, and the member's place.
+
+    List ``c`` is ``first[c]`` to ``first[c + 1]``.
+
+    >>> every_pair(np.array([0, 2, 5]), np.array([1, 0]))
+    (array([0, 0, 0, 1, 1]), array([2, 3, 4, 0, 1]))
+    """
+    counts = first[chosen + 1] - first[chosen]
+    return np.repeat(np.arange(len(chosen)), counts), np.repeat(first[chosen], counts) + within(counts)
