@@ -148,6 +148,8 @@ def _stretches(runs: Iterable[Run]) -> Iterator[Run]:
     left: Run | None = None
     for run in runs:
         _check_run(run)
+        if not run.count:
+            continue
         # Only the two ends of a stepped run can have a neighbour that is consecutive.
         ends = (0, run.count) if run.step == 1 else (0, 1, max(1, run.count - 1), run.count)
         for start, stop in itertools.pairwise(ends):

@@ -1,0 +1,86 @@
+"""Whether boxes overlap, against every pair of boxes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardweave.layout.tiling import find_overlap
+
+
+@st.composite
+def box_lists(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    num_dims = draw(st.integers(0, 4))
+    n = draw(st.integers(0, 12 if num_dims else 3))
+    size = draw(st.sampled_from([3, 6, 10**12]))
+
+    def column() -> list[int]:
+        return draw(st.lists(st.integers(0, size), min_size=n, max_size=n))
+
+    low = np.array([column() for _ in range(num_dims)], dtype=np.int64).reshape(num_dims, n).T
+    # Empty boxes too, and ends before their starts.
+    high = np.array([column() for _ in range(num_dims)], dtype=np.int64).reshape(num_dims, n).T
+    group = np.array(draw(st.lists(st.sampled_from([0, 1, 7]), min_size=n, max_size=n)), dtype=np.int64)
+    return group, low, high
+
+
+def overlap(group: np.ndarray, low: np.ndarray, high: np.ndarray, i: int, j: int) -> bool:
+    inner = np.minimum(high[i], high[j]) - np.maximum(low[i], low[j])
+    return bool(group[i] == group[j] and np.all(inner > 0))
+
+
+@given(box_lists())
+def test_against_every_pair(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    pairs = [pair for pair in itertools.combinations(range(len(case[0])), 2) if overlap(*case, *pair)]
+    found = find_overlap(*case)
+    assert found in pairs if pairs else found is None
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.data())
+def test_a_random_tiling_and_one_box_too_many(num_dims: int, depth: int, data: st.DataObject) -> None:
+    tiles = [((0,) * num_dims, (8,) * num_dims)]
+    for _ in range(depth):  # cut each tile along a dim of its own
+        halves = []
+        for low, high in tiles:
+            d = data.draw(st.integers(0, num_dims - 1))
+            cut = data.draw(st.integers(low[d], high[d]))
+            halves += [(low, (*high[:d], cut, *high[d + 1 :])), ((*low[:d], cut, *low[d + 1 :]), high)]
+        tiles = halves
+    low, high = np.array([t[0] for t in tiles]), np.array([t[1] for t in tiles])
+    group = np.zeros(len(tiles), dtype=np.int64)
+    assert find_overlap(group, low, high) is None
+    extra = data.draw(st.tuples(*[st.integers(0, 7)] * num_dims))
+    low, high = np.vstack([low, [extra]]), np.vstack([high, [[i + 1 for i in extra]]])
+    found = find_overlap(np.append(group, 0), low, high)
+    assert found is not None and found[1] == len(tiles) and overlap(np.append(group, 0), low, high, *found)
+    assert find_overlap(np.append(group, 1), low, high) is None
+
+
+@pytest.mark.parametrize("shape", [(100_000,), (1000, 100), (50, 40, 50)])
+def test_a_grid_of_a_hundred_thousand_boxes(shape: tuple[int, ...]) -> None:
+    corner = np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), -1).reshape(-1, len(shape))
+    order = np.random.default_rng(0).permutation(len(corner))
+    low = corner[order] * 3
+    high = low + 3
+    group = np.zeros(len(low), dtype=np.int64)
+    assert find_overlap(group, low, high) is None
+    high[12_345, -1] += 1
+    if corner[order][12_345, -1] == shape[-1] - 1:
+        high[12_345, -1] -= 1
+        low[12_345, -1] -= 1
+    found = find_overlap(group, low, high)
+    assert found is not None and 12_345 in found and overlap(group, low, high, *found)
+
+
+def test_keys_of_large_numbers_do_not_overflow() -> None:
+    n = 5000
+    low = np.stack([np.arange(n) * 10**14, np.zeros(n, dtype=np.int64)], 1)
+    high = low + np.array([10**14, 10**18])
+    group = np.arange(n) % 2
+    assert find_overlap(group, low, high) is None
+    low[777, 0] -= 2 * 10**14
+    assert find_overlap(group, low, high) == (775, 777)
