@@ -29,9 +29,7 @@ class ShardweaveError(Exception):
         return _rebuild, (type(self), self.rule, self.where, self.equation, self.hint)
 
 
-def _rebuild(
-    cls: type[ShardweaveError], rule: str, where: str, equation: str, hint: str
-) -> ShardweaveError:
+def _rebuild(cls: type[ShardweaveError], rule: str, where: str, equation: str, hint: str) -> ShardweaveError:
     return cls(rule, where=where, equation=equation, hint=hint)
 
 
@@ -101,6 +99,10 @@ class UnknownNameError(ShardweaveError, KeyError):
 
 class ProbeError(ShardweaveError, ValueError):
     """A probed partition function does something that no layout describes, or not what was declared."""
+
+
+class MissingPackageError(ShardweaveError, ImportError):
+    """An optional package is needed and not installed."""
 
 
 # --- plan ---------------------------------------------------------------------------------------

@@ -1,0 +1,22 @@
+"""The public test kit: the marker probe, and hypothesis strategies of the algebra.
+
+``probe`` runs a partition function and gives its layout; ``shardweave.testing.strategies`` draws
+dims, boxes, meshes and layouts for property tests, and needs hypothesis.
+"""
+
+from __future__ import annotations
+
+from shardweave.testing.found import Declared, Difference, Found, compare, expect
+from shardweave.testing.probe import probe, probe_function, probe_loader, probe_shapes
+
+__all__ = [
+    "Declared",
+    "Difference",
+    "Found",
+    "compare",
+    "expect",
+    "probe",
+    "probe_function",
+    "probe_loader",
+    "probe_shapes",
+]
