@@ -84,6 +84,7 @@ class Reader:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._scratch = np.empty(0, np.uint8)
         self._proved: str | None = None
 
     def __enter__(self) -> Reader:
@@ -119,22 +120,29 @@ class Reader:
         tensor = self._tensor(key)
         self._prove(tensor)
         offset, shape = tuple(offset), tuple(shape)
-        if not len(offset) == len(shape) == len(tensor.shape) or not all(
-            0 <= o <= o + n <= size for o, n, size in zip(offset, shape, tensor.shape, strict=True)
-        ):
-            raise OutsideError(
-                "a box must lie inside its tensor",
-                where=repr(key),
-                equation=f"offset={offset} shape={shape} tensor shape={tensor.shape}",
-                hint="ask for a box within the tensor's shape",
-            )
+        self._check_box(tensor, offset, shape)
         item = ITEMSIZE[tensor.dtype]
         if math.prod(shape) * item > _MAX_EXPANDED:
             self._refuse_expansion(tensor, math.prod(shape) * item)
         out = np.empty(shape, f"<u{item}")
-        if out.size:
-            self._fill(tensor, np.array(offset, np.int64), np.array(shape, np.int64), out)
+        self._fill(tensor, offset, out)
         return out.view(numpy_dtype(tensor.dtype))
+
+    def fill(self, key: str, offset: Sequence[int], out: Array) -> None:
+        """Read the box of the shape of ``out`` at ``offset`` into ``out``, a view with any strides.
+
+        Args:
+            key: The tensor.
+            offset: First index of the box.
+            out: Words of the size of the tensor's dtype.
+
+        Raises:
+            OutsideError: The box leaves the tensor. Otherwise as ``load``.
+        """
+        tensor = self._tensor(key)
+        self._prove(tensor)
+        self._check_box(tensor, tuple(offset), out.shape)
+        self._fill(tensor, offset, out)
 
     def iter_rows(self, key: str, *, max_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
         """A tensor in slabs of at most ``max_bytes`` (but at least one element) in row-major order.
@@ -165,6 +173,17 @@ class Reader:
                     offset,
                     self.load_box(key, offset, (*(1 for _ in outer), min(step, shape[dim] - start), *tail)),
                 )
+
+    def _check_box(self, tensor: StoredTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if not len(offset) == len(shape) == len(tensor.shape) or not all(
+            0 <= o <= o + n <= size for o, n, size in zip(offset, shape, tensor.shape, strict=True)
+        ):
+            raise OutsideError(
+                "a box must lie inside its tensor",
+                where=repr(tensor.key),
+                equation=f"offset={offset} shape={shape} tensor shape={tensor.shape}",
+                hint="ask for a box within the tensor's shape",
+            )
 
     def _tensor(self, key: str) -> StoredTensor:
         try:
@@ -220,8 +239,11 @@ class Reader:
         self._open[name] = fd, os.fstat(fd).st_size
         return self._open[name]
 
-    def _fill(self, tensor: StoredTensor, low: Array, shape: Array, out: Array) -> None:
-        high = low + shape
+    def _fill(self, tensor: StoredTensor, offset: Sequence[int], out: Array) -> None:
+        if not out.size:
+            return
+        low = np.array(offset, np.int64)
+        high = low + np.array(out.shape, np.int64)
         offsets = np.array([e.offset for e in tensor.extents], np.int64).reshape(
             len(tensor.extents), low.size
         )
@@ -239,9 +261,36 @@ class Reader:
                 slice(int(a), int(b)) for a, b in zip(begin[i] - low, end[i] - low, strict=True)
             ]
             target = out[(*cut, ...)]
-            _copy(
-                self._file(extent.file)[0], first, strides, target, where=f"{tensor.key!r} in {extent.file!r}"
-            )
+            where = f"{tensor.key!r} in {extent.file!r}"
+            self._copy(self._file(extent.file)[0], first, strides, target, where=where)
+
+    def _copy(self, fd: int, start: int, strides: tuple[int, ...], out: Array, *, where: str) -> None:
+        """Read one strided box of a file into a view, halving it until what lies between fits the buffer."""
+        span = _span(out.shape, strides)
+        # Only the strides of dims longer than one say where elements lie.
+        dense = span == out.size and all(
+            n == 1 or s == math.prod(out.shape[d + 1 :])
+            for d, (n, s) in enumerate(zip(out.shape, strides, strict=True))
+        )
+        if dense and out.flags.c_contiguous:
+            read_into(fd, start, out.reshape(-1).view(np.uint8).data, where=where)
+        elif span * out.itemsize <= _BUFFER_BYTES:
+            words = self._words(span, out.dtype)
+            read_into(fd, start, words.view(np.uint8).data, where=where)
+            steps = tuple(s * out.itemsize for s in strides)
+            out[...] = np.lib.stride_tricks.as_strided(words, out.shape, steps, writeable=False)
+        else:
+            dim = max(range(out.ndim), key=lambda d: (out.shape[d] - 1) * strides[d])
+            half = out.shape[dim] // 2
+            parts = np.split(out, [half], axis=dim)
+            self._copy(fd, start, strides, parts[0], where=where)
+            self._copy(fd, start + half * strides[dim] * out.itemsize, strides, parts[1], where=where)
+
+    def _words(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Room for what lies between wanted elements; kept, because fresh memory is slow to touch."""
+        if self._scratch.nbytes < count * dtype.itemsize:
+            self._scratch = np.empty(count * dtype.itemsize, np.uint8)
+        return self._scratch[: count * dtype.itemsize].view(dtype)
 
 
 def open_regular(path: Path) -> int:
@@ -297,29 +346,6 @@ def _strides(extent: Extent) -> tuple[int, ...]:
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last of a box that is not empty, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-
-
-def _copy(fd: int, start: int, strides: tuple[int, ...], out: Array, *, where: str) -> None:
-    """Read one strided box of a file into a view, halving it until what lies between fits the buffer."""
-    span = _span(out.shape, strides)
-    # Only the strides of dims longer than one say where elements lie.
-    dense = span == out.size and all(
-        n == 1 or s == math.prod(out.shape[d + 1 :])
-        for d, (n, s) in enumerate(zip(out.shape, strides, strict=True))
-    )
-    if dense and out.flags.c_contiguous:
-        read_into(fd, start, out.reshape(-1).view(np.uint8).data, where=where)
-    elif span * out.itemsize <= _BUFFER_BYTES:
-        words = np.empty(span, out.dtype)
-        read_into(fd, start, words.view(np.uint8).data, where=where)
-        steps = tuple(s * out.itemsize for s in strides)
-        out[...] = np.lib.stride_tricks.as_strided(words, out.shape, steps, writeable=False)
-    else:
-        dim = max(range(out.ndim), key=lambda d: (out.shape[d] - 1) * strides[d])
-        half = out.shape[dim] // 2
-        parts = np.split(out, [half], axis=dim)
-        _copy(fd, start, strides, parts[0], where=where)
-        _copy(fd, start + half * strides[dim] * out.itemsize, strides, parts[1], where=where)
 
 
 def _prove_tiling(tensor: StoredTensor) -> None:

@@ -1,0 +1,28 @@
+"""From one checkpoint to another: open, decide, prove, carry out, account."""
+
+from __future__ import annotations
+
+from shardweave.convert.accounting import Account, account
+from shardweave.convert.compare import Difference, check_replicas, differences
+from shardweave.convert.convert import Job, Report, convert, prepare
+from shardweave.convert.source import FORMATS, Checkpoint, detect, open_checkpoint
+from shardweave.convert.target import Geometry, Target, target
+
+__all__ = [
+    "FORMATS",
+    "Account",
+    "Checkpoint",
+    "Difference",
+    "Geometry",
+    "Job",
+    "Report",
+    "Target",
+    "account",
+    "check_replicas",
+    "convert",
+    "detect",
+    "differences",
+    "open_checkpoint",
+    "prepare",
+    "target",
+]

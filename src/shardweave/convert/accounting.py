@@ -1,0 +1,85 @@
+"""Where every byte of a source went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardweave.convert.source import Checkpoint
+from shardweave.errors import AccountingError
+from shardweave.layout.dtype import itemsize
+from shardweave.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The bytes of a source's files, each in one row.
+
+    Attributes:
+        used: Bytes of weights that the target was made of.
+        replica: Bytes of copies that were compared with those and agree.
+        padding: Bytes of stored padding, by array.
+        left_out: Bytes that are no weights, by key.
+        format: Bytes of headers, indexes and alignment.
+        total: Bytes of all data files together.
+    """
+
+    used: int
+    replica: int
+    padding: Mapping[str, int]
+    left_out: Mapping[str, int]
+    format: int
+    total: int
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def account(source: Checkpoint, plan: Plan) -> Account:
+    """Account for every byte of a source.
+
+    Raises:
+        AccountingError: Some element of the source was not read by the plan, or bytes do not add up.
+    """
+    layout, manifest = source.layout, source.manifest
+    used = replica = 0
+    padding: dict[str, int] = {}
+    read = {family.tensor: 0 for family in plan.families}
+    for family in plan.families:
+        read[family.tensor] += int(family.numel[family.box].sum())
+    for rule in layout.rules:
+        buffer = rule.at(layout.mesh, 0)
+        assert buffer is not None, "a stored layout has one rank"
+        size = itemsize(rule.dtype)
+        held = 0
+        for part in rule.parts:
+            elements = sum(piece.box.numel for piece in buffer.pieces() if piece.tensor == part.tensor)
+            held += elements
+            if part.replica:
+                replica += elements * size
+                continue
+            used += elements * size
+            if read.get(part.tensor, 0) != elements:
+                raise AccountingError(
+                    "every weight of the source is used",
+                    where=f"tensor {part.tensor.name!r}",
+                    equation=f"read {read.get(part.tensor, 0)} of {elements} elements",
+                    hint="the target leaves it out; say so by name, or choose a target that holds it",
+                )
+        if buffer.numel != held:
+            padding[buffer.name] = (buffer.numel - held) * size
+    left_out = {key: manifest.tensors[key].num_bytes for key in source.left_out}
+    objects = manifest.records.get("objects", {})
+    left_out |= {key: int(place["length"]) for key, place in objects.items()}
+    for key in manifest.records.get("overlaid", ()):
+        left_out.setdefault(str(key), 0)
+    total = sum(manifest.files.values())
+    payload = used + replica + sum(padding.values()) + sum(left_out.values())
+    if payload > total:
+        raise AccountingError(
+            "the parts of a source are not larger than its files",
+            where=str(manifest.root),
+            equation=f"used({used}) + replica({replica}) + padding({sum(padding.values())}) "
+            f"+ left out({sum(left_out.values())}) = {payload} > files({total})",
+            hint="two arrays share bytes in the files; the checkpoint is damaged",
+        )
+    reasons = {**source.left_out, **dict.fromkeys(objects, "object of the framework, cannot be converted")}
+    return Account(used, replica, padding, left_out, total - payload, total, reasons)

@@ -1,0 +1,130 @@
+"""Comparing stored state through a plan: the same elements, wherever and in whatever form they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardweave.convert.slabs import slabs
+from shardweave.convert.source import Checkpoint
+from shardweave.errors import ReplicaError
+from shardweave.layout import Box, Layout
+from shardweave.layout.dtype import itemsize
+from shardweave.plan import Copy, Plan, plan
+from shardweave.store.manifest import Manifest
+from shardweave.store.read import Reader
+
+_SLAB_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An element that two checkpoints hold differently.
+
+    Attributes:
+        tensor: The canonical name of the member.
+        index: Its place in the member.
+        left, right: The stored words, as hexadecimal text; NaNs and signed zeros are told apart.
+        left_key, right_key: Where they are stored.
+        num_elements: How many elements of the tensor differ in the compared block.
+    """
+
+    tensor: str
+    index: tuple[int, ...]
+    left: str
+    right: str
+    left_key: str
+    right_key: str
+    num_elements: int
+
+
+def differences(compared: Plan, left: Manifest, right: Manifest) -> Iterator[Difference]:
+    """Every block of the plan whose bits differ, as its first differing element.
+
+    Args:
+        compared: From the left's arrays to the right's.
+        left: Where the plan reads.
+        right: Where the plan would write.
+    """
+    with Reader(left) as a, Reader(right) as b:
+        for copy in compared.copies():
+            found = _compare(copy, a, b)
+            if found is not None:
+                yield found
+
+
+def _compare(copy: Copy, a: Reader, b: Reader) -> Difference | None:
+    tensor = b.manifest.tensors[copy.dst_name]
+    most = _SLAB_BYTES // itemsize(tensor.dtype)
+    first: Difference | None = None
+    for slab in slabs((0,) * len(copy.dst_box.dims), copy.dst_box.shape, most):
+        positions = dict(zip(copy.dst_dims, slab.dims, strict=True))
+        mine = _block(a, copy.src_name, copy.src_box, [positions.get(d, range(1)) for d in copy.src_dims])
+        other = _block(b, copy.dst_name, copy.dst_box, list(slab.dims))
+        mine = copy.to_destination(mine)
+        different = np.argwhere(mine != other)
+        if not len(different):
+            continue
+        if first is None:
+            at = tuple(int(i) for i in different[0])
+            name, index = _element(copy, {d: slab.dims[i][at[i]] for i, d in enumerate(copy.dst_dims)})
+            first = Difference(
+                name, index, _hex(mine[at]), _hex(other[at]), copy.src_name, copy.dst_name, len(different)
+            )
+        else:
+            first = replace(first, num_elements=first.num_elements + len(different))
+    return first
+
+
+def _block(reader: Reader, key: str, box: Box, positions: list[range]) -> np.ndarray:
+    """The stored words at some positions of a box of an array."""
+    wanted = [
+        range(mine[p[0]], mine[p[-1]] + 1, mine.step) for mine, p in zip(box.dims, positions, strict=True)
+    ]
+    hull = reader.load_box(key, [r.start for r in wanted], [r[-1] - r[0] + 1 for r in wanted])
+    return hull[tuple(slice(None, None, r.step) for r in wanted)].view(f"<u{hull.itemsize}")
+
+
+def _element(copy: Copy, position: dict[int, int]) -> tuple[str, tuple[int, ...]]:
+    """The member and index of an element of a copy, by its place in the copied block."""
+    tensor = copy.family.tensor
+    elements = copy.elements.dims
+    numbers = [elements[d][position.get(d, 0)] for d in range(tensor.num_dims)]
+    split = len(tensor.index)
+    member = tensor.member({name: n for (name, _), n in zip(tensor.index, numbers, strict=False)})
+    return member, tuple(numbers[split:])
+
+
+def _hex(word: np.generic) -> str:
+    return f"0x{int(word):0{2 * word.itemsize}x}"
+
+
+def check_replicas(checkpoint: Checkpoint) -> int:
+    """Compare every stored copy of a tensor with the one that owns it; returns the bytes of copies.
+
+    Raises:
+        ReplicaError: They differ; the message names the first element.
+    """
+    layout = checkpoint.layout
+    owners = [rule for rule in layout.rules if not any(part.replica for part in rule.parts)]
+    copies = [
+        replace(rule, parts=tuple(replace(part, replica=False) for part in rule.parts))
+        for rule in layout.rules
+        if any(part.replica for part in rule.parts)
+    ]
+    if not copies:
+        return 0
+    compared = plan(
+        Layout("owner", layout.mesh, tuple(owners)), Layout("replica", layout.mesh, tuple(copies))
+    )
+    for found in differences(compared, checkpoint.manifest, checkpoint.manifest):
+        raise ReplicaError(
+            "replicas hold the same bytes",
+            where=f"tensor {found.tensor!r} at {found.index}",
+            equation=f"{found.left} in {found.left_key!r} != {found.right} in {found.right_key!r}, "
+            f"{found.num_elements} elements differ",
+            hint="the copies of a tied tensor drifted apart; decide which is right and store it once",
+        )
+    return compared.num_bytes

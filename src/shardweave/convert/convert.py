@@ -1,0 +1,277 @@
+"""``convert``: from one checkpoint to another, whatever their formats."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardweave.convert.accounting import Account, account
+from shardweave.convert.compare import check_replicas
+from shardweave.convert.execute import Progress, execute
+from shardweave.convert.journal import Journal
+from shardweave.convert.source import Checkpoint, open_checkpoint
+from shardweave.convert.staging import Staging, require_finished
+from shardweave.convert.target import Geometry, Target, target
+from shardweave.errors import PathError
+from shardweave.layout import format_layout
+from shardweave.plan import Plan, needed_bytes, plan
+from shardweave.store import digest
+from shardweave.store.manifest import Extent, Manifest
+
+_BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What belongs to a model beside its weights and config; copied as it is where the source has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A conversion that is decided and proved, before a byte moves."""
+
+    source: Checkpoint
+    target: Target
+    plan: Plan
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights to write, padding included."""
+        return sum(spec.num_bytes for spec in self.target.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        dst: The target.
+        num_tensors: Arrays written.
+        written_bytes: Bytes of arrays written.
+        needed_bytes: Bytes of weights in them, padding excepted.
+        resumed: Extents that an earlier run had finished.
+        seconds: Wall time.
+        account: Where the source's bytes went.
+    """
+
+    dst: Path
+    num_tensors: int
+    written_bytes: int
+    needed_bytes: int
+    resumed: int
+    seconds: float
+    account: Account
+
+
+def prepare(
+    src: Path,
+    *,
+    to: str,
+    config: Path | Mapping[str, Any] | None = None,
+    geometry: Geometry | None = None,
+    dtype: str | None = None,
+    stacked_experts: bool = False,
+    max_file_bytes: int = 5_000_000_000,
+) -> Job:
+    """Open a source, decide the target, plan and prove; nothing is written.
+
+    Args:
+        src: The source folder, or one safetensors file.
+        to: The target's format, ``"hf"`` or ``"megatron"``.
+        config: The model's Hugging Face config; by default the one in the source.
+        geometry: Of the Megatron job that the target is cut for.
+        dtype: Convert all weights to this dtype, rounding where it is narrower.
+        stacked_experts: Whether a Hugging Face target stores the experts of a layer as one array.
+        max_file_bytes: Start another file where one would grow beyond this.
+    """
+    require_finished(src)
+    source = open_checkpoint(src, config=config)
+    wanted = target(
+        source,
+        to=to,
+        geometry=geometry,
+        dtype=dtype,
+        stacked_experts=stacked_experts,
+        max_file_bytes=max_file_bytes,
+    )
+    return Job(source, wanted, plan(source.layout, wanted.layout, allow_casts=dtype is not None))
+
+
+def convert(
+    job: Job,
+    dst: Path,
+    *,
+    force: bool = False,
+    memory_bytes: int = 128 << 20,
+    workers: int | None = None,
+    digests: bool = True,
+    fsync: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Carry out a conversion.
+
+    The target appears whole or not at all. A conversion that is killed goes on where it was when it
+    is started again in the same way.
+
+    Args:
+        job: From ``prepare``.
+        dst: The target folder; made where it does not exist.
+        force: Whether to replace what is there, and to start an unfinished conversion over.
+        memory_bytes: The most that buffers may take.
+        workers: Threads; by default one a core, at most 8.
+        digests: Whether to record a digest of every array beside them.
+        fsync: Whether to wait until the disk has everything.
+        progress: Told ``(bytes done, bytes in all)`` from any thread.
+
+    Raises:
+        ExistsError: The target holds something, or another conversion runs into it.
+        JournalError: An unfinished conversion of something else is there.
+        ReplicaError: Stored copies of one tensor differ.
+    """
+    start = time.monotonic()
+    _check_apart(job.source.manifest.root, dst)
+    books = account(job.source, job.plan)
+    check_replicas(job.source)
+    identity = _identity(job)
+    with Staging(dst, force=force) as staging:
+        if force and not staging.continues(identity):
+            staging.discard()
+        resumed = 0
+        if not staging.ready:
+            with Journal(staging.root, identity) as journal:
+                resumed = len(journal.done)
+                manifest = _lay_out(job, staging.data, fresh=not journal.done)
+                done = 0
+
+                def tell(count: int) -> None:
+                    nonlocal done
+                    done += count
+                    if progress is not None:
+                        progress(done, job.num_bytes)
+
+                execute(
+                    job.plan,
+                    job.source.manifest,
+                    manifest,
+                    journal,
+                    memory_bytes=memory_bytes,
+                    workers=workers or min(8, os.cpu_count() or 1),
+                    crc=job.target.format == "megatron",
+                    progress=tell,
+                )
+                if digests:
+                    digest.write_sidecar(staging.data, _digests(manifest, journal, memory_bytes))
+                _write_beside(job, staging.data)
+                job.target.finish(manifest, _checksums(manifest, journal), fsync=fsync)
+        staging.publish()
+    return Report(
+        dst=dst,
+        num_tensors=len(job.target.specs),
+        written_bytes=job.num_bytes,
+        needed_bytes=needed_bytes(job.target.layout),
+        resumed=resumed,
+        seconds=time.monotonic() - start,
+        account=books,
+    )
+
+
+def _check_apart(src: Path, dst: Path) -> None:
+    """Neither folder may lie in the other: a target must not overwrite or hold its source."""
+    a, b = src.resolve(), dst.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise PathError(
+            "source and target lie apart",
+            where=str(dst),
+            equation=f"source {a}",
+            hint="name a target outside the source folder, and not above it",
+        )
+
+
+def _identity(job: Job) -> dict[str, str]:
+    """What makes two conversions the same: the source's bytes as far as files say, and the target's form."""
+    manifest = job.source.manifest
+    stats = {
+        name: [size, (manifest.root / name).stat().st_mtime_ns]
+        for name, size in sorted(manifest.files.items())
+    }
+    specs = [[spec.key, spec.dtype, spec.shape, spec.chunks] for spec in job.target.specs]
+
+    def fingerprint(value: object) -> str:
+        return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+    return {
+        "source": str(manifest.root.resolve()),
+        "source files": fingerprint(stats),
+        "source layout": fingerprint(format_layout(job.source.layout)),
+        "format": job.target.format,
+        "target layout": fingerprint(format_layout(job.target.layout)),
+        "target arrays": fingerprint([specs, job.target.max_file_bytes]),
+    }
+
+
+def _lay_out(job: Job, folder: Path, *, fresh: bool) -> Manifest:
+    """The staged files at their full size; those of an earlier run where there are any."""
+    if fresh and folder.exists():
+        shutil.rmtree(folder)
+    if not folder.exists():
+        folder.mkdir()
+        return job.target.allocate(folder)
+    # Where everything lies follows from the target alone: lay it out once more, in a folder that is thrown away.
+    scratch = folder.with_name("layout")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    manifest = job.target.allocate(scratch)
+    shutil.rmtree(scratch)
+    return Manifest(folder, manifest.format, manifest.tensors, manifest.files, manifest.records)
+
+
+def _digests(manifest: Manifest, journal: Journal, memory_bytes: int) -> dict[str, str]:
+    """The digest of every array: taken on the way where it is one extent, read again where it is cut."""
+    cut = [key for key, tensor in manifest.tensors.items() if len(tensor.extents) != 1]
+    whole = {
+        key: str(journal.done[key, 0]["xxh3_128"])
+        for key, tensor in manifest.tensors.items()
+        if len(tensor.extents) == 1
+    }
+    return {**whole, **digest.compute(manifest, keys=cut, max_bytes=min(memory_bytes, 8 << 20))}
+
+
+def _checksums(manifest: Manifest, journal: Journal) -> dict[Extent, int]:
+    found: dict[Extent, int] = {}
+    for key, tensor in manifest.tensors.items():
+        for i, extent in enumerate(tensor.extents):
+            facts = journal.done.get((key, i), {})
+            if "crc32" in facts:
+                found[extent] = int(facts["crc32"])
+    return found
+
+
+def _write_beside(job: Job, folder: Path) -> None:
+    """The config that describes the weights, and what belongs to a model beside them."""
+    config = dict(job.source.config)
+    dtypes = {spec.dtype for spec in job.target.specs}
+    if len(dtypes) == 1:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = next(iter(dtypes))
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name in _BESIDE:
+        path = job.source.manifest.root / name
+        if path.is_file() and not path.is_symlink():
+            shutil.copyfile(path, folder / name)
+
+
+__all__ = ["Geometry", "Job", "Progress", "Report", "convert", "prepare"]

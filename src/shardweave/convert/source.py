@@ -1,0 +1,187 @@
+"""Opening a checkpoint: its format, its model, and which stored array holds what.
+
+The format is recognised by the files that it must have. The model is described by a Hugging Face
+config, the one given or the one in the folder; nothing is guessed from shapes. Then names decide
+in which form the model is stored, and every stored shape and dtype is compared with what that
+form says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardweave.dialects import hf, megatron
+from shardweave.errors import DtypeError, FormatError, MissingFileError, ModelError, OutsideError
+from shardweave.layout import Layout
+from shardweave.models import Model, from_config
+from shardweave.store import safetensors, torch_dist
+from shardweave.store.manifest import Manifest, StoredTensor
+
+FORMATS = ("hf", "megatron")
+"""The formats that can be read and written, by the names that commands use."""
+
+_STORES = {"hf": safetensors, "megatron": torch_dist}
+_NOT_WEIGHTS = ("optimizer.", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+"""What a Megatron checkpoint may hold beside the weights; left out by name, and said so."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is understood.
+
+    Attributes:
+        manifest: What its files hold.
+        model: The logical tensors.
+        layout: Which stored array holds what; the arrays of rank 0.
+        config: The Hugging Face config that describes the model.
+        left_out: Stored keys that are no weights, with the reason.
+    """
+
+    manifest: Manifest
+    model: Model
+    layout: Layout
+    config: Mapping[str, Any]
+    left_out: Mapping[str, str]
+
+    @property
+    def format(self) -> str:
+        """The name of the format, as commands use it."""
+        return "megatron" if self.manifest.format == "torch_dist" else self.manifest.format
+
+
+def detect(root: Path) -> str:
+    """The format of a checkpoint, by the files that each format must have.
+
+    Raises:
+        MissingFileError: There is nothing at the path.
+        FormatError: The folder is of no known format, or of two.
+    """
+    if not root.exists():
+        raise MissingFileError("a checkpoint exists", where=str(root), hint="check the path")
+    if root.is_file():
+        return "hf"
+    names = {path.name for path in root.iterdir()}
+    found = []
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        found.append("hf")
+    if names & {torch_dist.INDEX, "latest_checkpointed_iteration.txt"} or any(
+        n.endswith(".distcp") for n in names
+    ):
+        found.append("megatron")
+    if len(found) != 1:
+        held = ", ".join(sorted(names)[:6]) or "nothing"
+        raise FormatError(
+            "a folder holds a checkpoint of one known format",
+            where=str(root),
+            equation=f"it looks like {' and '.join(found)}" if found else f"it holds {held}",
+            hint="hf: *.safetensors and their index; megatron: .metadata and *.distcp, or "
+            "latest_checkpointed_iteration.txt beside iter_*",
+        )
+    return found[0]
+
+
+def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = None) -> Checkpoint:
+    """Read what a checkpoint holds and prove that it is a whole model, without reading its weights.
+
+    Args:
+        root: A folder, or one safetensors file.
+        config: The Hugging Face config of the model; by default the ``config.json`` in the folder.
+
+    Raises:
+        ModelError: No config, or one that is not understood.
+        UnknownNameError: The stored names are not those of the model.
+        OutsideError: A stored shape is not what the model says.
+        FormatError and its kin: The files contradict themselves.
+    """
+    format_ = detect(root)
+    manifest = _STORES[format_].read(root)
+    left_out = {
+        key: "not a weight"
+        for key in manifest.tensors
+        if format_ == "megatron" and key.startswith(_NOT_WEIGHTS)
+    }
+    stored = {key: tensor for key, tensor in manifest.tensors.items() if key not in left_out}
+    values = _config(manifest.root, config)
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    model = from_config(values, dtype=_common(dtypes, values))
+    if format_ == "hf":
+        layout = hf.variant(stored, model)
+    else:
+        layout = megatron.variant(stored, model, padded_vocab=_padded_vocab(stored))
+    return Checkpoint(manifest, model, _as_stored(layout, stored), values, left_out)
+
+
+def _config(root: Path, config: Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    path = config or (root if root.is_dir() else root.parent) / "config.json"
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            "a model is described by a Hugging Face config",
+            where=str(root),
+            equation=f"{path.name} is not there" if config is None else f"{path} does not exist",
+            hint="give one with --config config.json; nothing is guessed from shapes",
+        )
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ModelError(
+            "a config is JSON", where=str(path), equation=str(error), hint="repair it"
+        ) from error
+    if not isinstance(values, dict):
+        raise ModelError(
+            "a config is a JSON object", where=str(path), equation=type(values).__name__, hint="repair it"
+        )
+    return values
+
+
+def _common(dtypes: set[str], values: Mapping[str, Any]) -> str:
+    """The dtype to describe the model in: the stored one, or the config's where several are stored."""
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    declared = values.get("dtype") or values.get("torch_dtype")
+    return declared if declared in dtypes else sorted(dtypes)[0]
+
+
+def _padded_vocab(stored: Mapping[str, StoredTensor]) -> int | None:
+    """The rows of the stored vocabulary: all that a shape is asked for, and the config bounds it."""
+    embedding = stored.get("embedding.word_embeddings.weight")
+    return embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
+
+
+def _as_stored(layout: Layout, stored: Mapping[str, StoredTensor]) -> Layout:
+    """The layout with the dtypes that are stored, every shape compared."""
+    dtypes: dict[str, set[str]] = {}
+    for name, (buffer, _) in layout.arrays(0).items():
+        tensor = stored[name]
+        if tensor.shape != buffer.shape:
+            raise OutsideError(
+                "a stored array has the shape that the model says",
+                where=f"array {name!r}",
+                equation=f"stored {tensor.shape} != {buffer.shape} in layout {layout.name}",
+                hint="the config belongs to another model, or heads, layers or vocabulary differ",
+            )
+        dtypes.setdefault(buffer.name, set()).add(tensor.dtype)
+    mixed = {name: found for name, found in dtypes.items() if len(found) > 1}
+    if mixed:
+        name, found = next(iter(mixed.items()))
+        raise DtypeError(
+            "arrays of one family have one dtype",
+            where=f"arrays {name!r}",
+            equation=f"stored as {', '.join(sorted(found))}",
+            hint="convert the odd layers to the dtype of the others first",
+        )
+    return replace(
+        layout, rules=tuple(replace(rule, dtype=next(iter(dtypes[rule.name]))) for rule in layout.rules)
+    )
+
+
+def objects(checkpoint: Checkpoint) -> Sequence[str]:
+    """Keys of opaque objects that the source holds beside tensors."""
+    return tuple(checkpoint.manifest.records.get("objects", {}))

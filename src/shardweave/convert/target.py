@@ -1,0 +1,141 @@
+"""What a conversion writes: the form of the target, its arrays, and how they are cut into files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardweave.convert.source import FORMATS, Checkpoint
+from shardweave.dialects import hf, megatron
+from shardweave.errors import GeometryError
+from shardweave.layout import Layout, Tensor
+from shardweave.models import Model
+from shardweave.store import safetensors, torch_dist_write
+from shardweave.store.manifest import Extent, Manifest, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to write.
+
+    Attributes:
+        format: ``"hf"`` or ``"megatron"``.
+        layout: Which array holds what; the arrays of rank 0.
+        specs: The arrays, with the boxes that they are stored in.
+        max_file_bytes: Where files end.
+    """
+
+    format: str
+    layout: Layout
+    specs: tuple[TensorSpec, ...]
+    max_file_bytes: int
+
+    def allocate(self, root: Path) -> Manifest:
+        """Lay out the files in an empty folder."""
+        if self.format == "hf":
+            return safetensors.allocate(root, self.specs, max_file_bytes=self.max_file_bytes)
+        return torch_dist_write.allocate(root, self.specs, records={}, max_file_bytes=self.max_file_bytes)
+
+    def finish(self, manifest: Manifest, checksums: Mapping[Extent, int], *, fsync: bool) -> None:
+        """Seal the files."""
+        if self.format == "hf":
+            safetensors.finish(manifest, fsync=fsync)
+        else:
+            torch_dist_write.finish(manifest, checksums, fsync=fsync)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a Megatron job that reads the target is laid out; it decides how arrays are cut into files.
+
+    A Megatron checkpoint loads at any geometry; ranks read whole shards where it matches theirs.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    spec: str = "te"
+    layer_keys: str = "auto"
+    stages: tuple[int, ...] | None = None
+    vpp: int = 1
+    vocab_divisor: int = 128
+
+
+def target(
+    source: Checkpoint,
+    *,
+    to: str,
+    geometry: Geometry | None = None,
+    dtype: str | None = None,
+    stacked_experts: bool = False,
+    max_file_bytes: int = 5_000_000_000,
+) -> Target:
+    """Decide what to write.
+
+    Args:
+        source: What is converted.
+        to: The format.
+        geometry: Of a Megatron target. A Hugging Face target has none, and refuses one.
+        dtype: Store all weights in this dtype; by default in the source's.
+        stacked_experts: Whether a Hugging Face target stores the experts of a layer as one array.
+        max_file_bytes: Start another file where one would grow beyond this.
+    """
+    if to not in FORMATS:
+        raise GeometryError(
+            "the target format is known",
+            equation=f"{to!r} is not one of {', '.join(FORMATS)}",
+            hint="name one",
+        )
+    model = source.model
+    chunks: Mapping[str, tuple[megatron.Shard, ...]] = {}
+    if to == "hf":
+        if geometry is not None:
+            raise GeometryError(
+                "a Hugging Face checkpoint stores whole tensors",
+                equation=f"to=hf with {geometry}",
+                hint="leave out --tp, --pp, --ep and the like, or convert --to megatron",
+            )
+        layout = hf.layout(model, stacked_experts=stacked_experts)
+    else:
+        layout, chunks = _megatron(model, geometry or Geometry())
+    layout = _with_dtypes(layout, source.layout, dtype)
+    specs = [
+        TensorSpec(
+            name,
+            buffer.dtype,
+            buffer.shape,
+            tuple((shard.offset, shard.shape) for shard in chunks.get(name, ())),
+        )
+        for name, (buffer, _) in layout.arrays(0).items()
+    ]
+    return Target(to, layout, tuple(specs), max_file_bytes)
+
+
+def _megatron(model: Model, geometry: Geometry) -> tuple[Layout, Mapping[str, tuple[megatron.Shard, ...]]]:
+    mesh = megatron.mesh(tp=geometry.tp, pp=geometry.pp, ep=geometry.ep, etp=geometry.etp)
+    pipeline = megatron.stages(model.num_layers, geometry.pp, vpp=geometry.vpp, sizes=geometry.stages)
+    vocab = next(block.sizes["vocab_size"] for block in model.of("embedding"))
+    padded = megatron.padded_vocab_size(vocab, tp=geometry.tp, divisor=geometry.vocab_divisor)
+    # The ranks' own layout refuses a geometry that the model cannot be cut by.
+    megatron.layout(model, mesh, pipeline=pipeline, vocab_divisor=geometry.vocab_divisor)
+    alike = all(len(block.layers) in (0, model.num_layers) for block in model.blocks)
+    layer_keys = geometry.layer_keys
+    if layer_keys == "auto":
+        layer_keys = "stacked" if alike else "per_layer"
+    form: dict[str, Any] = {"spec": geometry.spec, "layer_keys": layer_keys, "padded_vocab": padded}
+    return megatron.checkpoint(model, **form), megatron.shards(model, mesh, pipeline=pipeline, **form)
+
+
+def _with_dtypes(layout: Layout, source: Layout, dtype: str | None) -> Layout:
+    """Each buffer in the asked dtype, or in the one that the source stores its tensors in."""
+    stored: dict[Tensor, str] = {part.tensor: rule.dtype for rule in source.rules for part in rule.parts}
+    return replace(
+        layout,
+        rules=tuple(
+            replace(rule, dtype=dtype or stored.get(rule.parts[0].tensor, rule.dtype))
+            for rule in layout.rules
+        ),
+    )
