@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -81,7 +82,8 @@ class Allow:
         )
 
 
-_KNOWN_ROOTS: Final = sys.stdlib_module_names | {"__builtin__", "copy_reg", "torch", "numpy", "setuptools"}
+_KNOWN_ROOTS: Final = sys.stdlib_module_names | set(IMPORT_MAPPING) | {"torch", "numpy", "setuptools"}
+"""Python's own modules, also under the names that they had in Python 2 and have in protocol 2."""
 
 
 def _mapping(items: Any = ()) -> dict[Any, Any]:
@@ -130,6 +132,14 @@ def _key(value: Any) -> Any:
         if type(part) not in _SCALARS or (type(part) is int and part.bit_length() > 64):
             raise TypeError(f"a {type(part).__name__} cannot be, or be in, a key")
     return value
+
+
+def brief(value: Any) -> str:
+    """A value for a message. Never a whole ``repr``: what a pickle holds may be endless to print."""
+    parts = value if type(value) is tuple and len(value) <= 8 else (value,)
+    if all(type(part) in (int, str, float, bool, type(None)) for part in parts):
+        return repr(value)[:200]
+    return f"a {type(value).__name__}"
 
 
 # --- reading ------------------------------------------------------------------------------------

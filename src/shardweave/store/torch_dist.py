@@ -32,7 +32,6 @@ Source: torch 2.13 ``torch/distributed/checkpoint``; megatron-core 0.16.1 ``dist
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -49,7 +48,6 @@ from shardweave.errors import (
     IndexMismatchError,
     MissingFileError,
     OverlapError,
-    ShardweaveError,
     TruncatedError,
     UnknownNameError,
 )
@@ -60,6 +58,7 @@ from shardweave.store.manifest import Extent, Manifest, StoredTensor
 from shardweave.store.paths import inside
 from shardweave.store.pickles import PLAIN, Allow
 from shardweave.store.pickles_write import to_plain
+from shardweave.store.strict_json import read_json
 from shardweave.store.torch_index import Chunk, Index, Place
 from shardweave.store.torch_save import TensorAt
 
@@ -232,24 +231,16 @@ def _small_file(root: Path, name: str) -> bytes:
 
 
 def _config(root: Path) -> dict[str, Any]:
-    path = root / CONFIG
-    try:
-        config = json.loads(_small_file(root, CONFIG))
-    except ShardweaveError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{CONFIG} must be JSON", where=str(path), equation=str(error)[:200], hint="fetch it again"
-        ) from error
-    backend = config.get("sharded_backend") if isinstance(config, dict) else config
+    config = read_json(inside(root, CONFIG, where=str(root)), where=str(root / CONFIG))
+    backend = config.get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(
             "a Megatron checkpoint must be of the torch_dist backend",
-            where=str(path),
+            where=str(root / CONFIG),
             equation=f"sharded_backend({backend!r:.80}) != 'torch_dist'",
             hint="save it once more with the Megatron that wrote it and --ckpt-format torch_dist",
         )
-    return dict(config)
+    return config
 
 
 @contextmanager

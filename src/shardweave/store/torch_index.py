@@ -14,7 +14,7 @@ from typing import Any, Final
 from shardweave.errors import DtypeError, FormatError, IndexMismatchError, OutsideError, OverlapError
 from shardweave.store import pickles, torch_save
 from shardweave.store.manifest import ITEMSIZE
-from shardweave.store.pickles import PLAIN, Allow, Global, Instance
+from shardweave.store.pickles import PLAIN, Allow, Global, Instance, brief
 from shardweave.store.pickles_write import dump
 
 _DCP: Final = "torch.distributed.checkpoint"
@@ -136,14 +136,14 @@ class Index:
         key, offset = index.get("fqn"), index.get("offset")
         name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if type(key) is not str or type(name) is not str or type(start) is not int or type(length) is not int:
-            raise self._unknown(f"the place of {key!r:.200}")
+            raise self._unknown(f"the place of {brief(key)}")
         if start < 0 or length < 0:
             raise self._unknown(f"a stream of {key!r} at start({start}) with length({length})")
         if info.get("transform_descriptors"):
             raise FormatError(
                 "streams must be stored as they are",
                 where=f"{self.where}, {key!r}",
-                equation=f"transforms {info['transform_descriptors']!r:.80}",
+                equation=f"transform_descriptors is {brief(info['transform_descriptors'])}",
                 hint="load and save it once with torch without the extension that compresses or encrypts",
             )
         at = key, None if offset is None else self._size(offset)
@@ -180,7 +180,7 @@ class Index:
 
     def _size(self, value: Any) -> tuple[int, ...]:
         if type(value) is not tuple or not all(type(part) is int and 0 <= part < 1 << 48 for part in value):
-            raise self._unknown(f"{value!r:.100} in place of a size")
+            raise self._unknown(f"{brief(value)} in place of a size")
         return value
 
     def _unknown(self, what: str) -> FormatError:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from shardweave.errors import DtypeError, FormatError, TruncatedError
 from shardweave.store import pickles, pickles_write
 from shardweave.store.manifest import ITEMSIZE
-from shardweave.store.pickles import Allow, Global, Instance, Stored
+from shardweave.store.pickles import Allow, Global, Instance, Stored, brief
 
 ALIGNMENT: Final = 64
 """Payloads start at a multiple of this many bytes of their stream, as torch writes them."""
@@ -78,6 +78,7 @@ _END: Final = struct.Struct("<4s4H2IH")
 _END64: Final = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = struct.Struct("<4sIQI")
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_MARKS: Final = (b"PK\x07\x08", b"PK\x03\x04", b"PK\x01\x02")
 
 
 def _broken(where: str, equation: str) -> FormatError:
@@ -162,8 +163,10 @@ def records(data: Buffer, start: int, length: int, *, where: str) -> dict[str, t
         if method or flags & 1 or packed != plain:
             raise _broken(where, f"record {name!r}: method({method}) != 0, or encrypted")
         begin = _begin(data, start, start + offset, local, name, where)
-        if begin + plain > start + offset:
-            raise _broken(where, f"record {name!r}: {begin - start} + size({plain}) > directory({offset})")
+        # What follows a record is its descriptor, another record or the directory, and says so.
+        follows = bytes(data[begin + plain : begin + plain + 4])
+        if begin + plain > start + offset or follows not in _MARKS:
+            raise _broken(where, f"record {name!r}: it does not end at byte {begin - start} + size({plain})")
         head, _, tail = name.partition(b"/")
         folder = head if folder is None else folder
         key = tail.decode("utf-8", "replace")
@@ -260,7 +263,7 @@ def _tensor(
     if name is None or (storage.dtype is not None and name != storage.dtype):
         raise TypeError(f"dtype {name} on a storage of dtype {storage.dtype}")
     if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):
-        raise ValueError(f"shape {shape!r:.80}, strides {strides!r:.80}, offset {offset!r:.40}")
+        raise ValueError(f"shape {brief(shape)}, strides {brief(strides)}, offset {brief(offset)}")
     itemsize = _itemsize(name, "a tensor of the pickle")
     numel = math.prod(shape)
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -297,7 +300,7 @@ def _parameter(tensor: Any, grad: Any, hooks: Any) -> TensorAt:
 def size(items: Any = ()) -> tuple[int, ...]:
     """What ``torch.Size`` makes of its argument."""
     if type(items) not in (tuple, list) or not all(map(_is_size, items)):
-        raise ValueError(f"a torch.Size holds sizes, got {items!r:.80}")
+        raise ValueError(f"a torch.Size holds sizes, got {brief(items)}")
     return tuple(items)
 
 
