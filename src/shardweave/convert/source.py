@@ -105,7 +105,7 @@ def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = Non
         if format_ == "megatron" and key.startswith(_NOT_WEIGHTS)
     }
     stored = {key: tensor for key, tensor in manifest.tensors.items() if key not in left_out}
-    values = _config(manifest.root, config)
+    values = _config(manifest, config)
     dtypes = {tensor.dtype for tensor in stored.values()}
     model = from_config(values, dtype=_common(dtypes, values))
     if format_ == "hf":
@@ -115,10 +115,15 @@ def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = Non
     return Checkpoint(manifest, model, _as_stored(layout, stored), values, left_out)
 
 
-def _config(root: Path, config: Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _config(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The config given, else the one in the folder, else what the checkpoint itself records."""
     if isinstance(config, Mapping):
         return config
+    root = manifest.root
     path = config or (root if root.is_dir() else root.parent) / "config.json"
+    recorded = manifest.records.get("common", {}).get("args") if config is None else None
+    if recorded is not None and not path.is_file():
+        return megatron.config_of(recorded["state"])
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():

@@ -17,6 +17,7 @@ Source: megatron-core 0.16.1, checked against the parameters and checkpoints of 
 
 from __future__ import annotations
 
+from shardweave.dialects.megatron.args import config_of
 from shardweave.dialects.megatron.checkpoint import Shard, checkpoint, shards, variant
 from shardweave.dialects.megatron.live import layout
 from shardweave.dialects.megatron.ranks import Stages, mesh, padded_vocab_size, stages
@@ -27,6 +28,7 @@ __all__ = [
     "Stages",
     "Weight",
     "checkpoint",
+    "config_of",
     "fused_qkv",
     "layout",
     "mesh",
