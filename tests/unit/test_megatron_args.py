@@ -33,7 +33,8 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         (
             "mc_moe_truth_hf",
             {"hidden_size": 48, "num_attention_heads": 4, "kv_channels": 12, "vocab_size": 160,
-             "ffn_hidden_size": 40, "num_experts": 4, "moe_ffn_hidden_size": 40, "moe_router_topk": 2, "moe_layer_freq": 1},
+             "ffn_hidden_size": 40, "num_experts": 4, "moe_ffn_hidden_size": 40,
+             "moe_router_topk": 2, "moe_layer_freq": 1},
         ),
     ],
 )  # fmt: skip
@@ -90,3 +91,27 @@ def test_a_missing_argument_is_refused() -> None:
     for name in ("swiglu", "add_bias_linear", "kv_channels", "num_query_groups", "normalization"):
         with pytest.raises(ModelError, match=name):
             config_of({k: v for k, v in GQA.items() if k != name})
+
+
+def test_a_checkpoint_with_recorded_arguments_needs_no_config(data_dir: Path, tmp_path: Path) -> None:
+    """A real checkpoint with a ``common.pt`` as Megatron-LM writes it: arguments in a namespace."""
+    import argparse
+    import shutil
+
+    import torch
+
+    from shardweave.convert import open_checkpoint, prepare
+
+    source = tmp_path / "iter_0000002"
+    shutil.copytree(data_dir / "mc_gqa_tp2pp2" / "torch_dist", source)
+    (source / "common.pt").unlink()
+    torch.save({"args": argparse.Namespace(**GQA), "iteration": 2}, source / "common.pt")
+    opened = open_checkpoint(source)
+    assert opened.config["model_type"] == "qwen3"
+    job = prepare(source, to="hf")
+    truth = prepare(
+        data_dir / "mc_gqa_tp2pp2" / "torch_dist",
+        to="hf",
+        config=data_dir / "mc_gqa_truth_hf" / "config.json",
+    )
+    assert job.target == truth.target and job.plan.num_bytes == truth.plan.num_bytes

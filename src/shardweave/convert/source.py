@@ -122,7 +122,7 @@ def _config(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Mapp
     root = manifest.root
     path = config or (root if root.is_dir() else root.parent) / "config.json"
     recorded = manifest.records.get("common", {}).get("args") if config is None else None
-    if recorded is not None and not path.is_file():
+    if isinstance(recorded, dict) and isinstance(recorded.get("state"), dict) and not path.is_file():
         return megatron.config_of(recorded["state"])
     if path.is_dir():
         path = path / "config.json"
