@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shardweave.dialects.deepspeed import LAYOUTS, AutoTP, layout_of, shares, weight_layout, widths
 from shardweave.errors import GeometryError, OverlapError, ShardweaveError, UnknownNameError
-from shardweave.layout import Dim, Mesh, Part, Run, Tensor, prove, whole
+from shardweave.layout import Dim, Mesh, Part, Run, Tensor, parse_layout, prove, whole
 from shardweave.layout.buffer import table_of
 from shardweave.layout.layout import Layout
 from shardweave.layout.table import atoms, table
@@ -125,6 +125,7 @@ def test_recorded_holders(case: Case) -> None:
 def test_proof_of_the_whole_weight(case: Case) -> None:
     layout = layout_for(case)
     prove(layout)
+    assert parse_layout(str(layout)) == layout
     (rule,) = layout.rules
     (part,) = rule.parts
     replicates = bool(case["replicated_axis_runs"])

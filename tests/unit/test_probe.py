@@ -29,6 +29,7 @@ from shardweave.layout import (
     interleave,
     pad,
     parse_dim,
+    parse_layout,
     prove,
     relabel,
     repeat,
@@ -406,12 +407,13 @@ SHAPES = {
 def test_a_loader() -> None:
     found = probe_loader(load, SHAPES, ranks=2)
     assert list(found) == ["fc1", "fc2", "norm"]
-    fused = concat(Dim((Run("gate_proj_weight", 3, 3),)), Dim((Run("up_proj_weight", 3, 3),)))
+    fused = concat(Dim((Run("gate_proj.weight", 3, 3),)), Dim((Run("up_proj.weight", 3, 3),)))
     assert found["fc1"].ranks[1] == (fused, whole(4))
     assert found["fc2"].ranks[1] == (whole(4), parse_dim("[3:6]"))
     assert found["norm"].ranks == ((whole(4),), None)
     layout = found["fc1"].layout("fc1")
     prove(layout)
+    assert parse_layout(str(layout)) == layout and layout.rules[0].name == "fc1"
     assert layout.tensors == (
         Tensor("gate_proj.weight", (6, 4), "float32"),
         Tensor("up_proj.weight", (6, 4), "float32"),

@@ -38,6 +38,7 @@ def describe(
     *,
     flat: bool,
     aliased: tuple[int, ...],
+    name: str,
 ) -> Found:
     """The finding for one array, from the element numbers that each rank got."""
     held = np.concatenate([r.ravel() for r in results if r is not None] or [np.zeros(0, dtype=np.int64)])
@@ -45,7 +46,8 @@ def describe(
     names = [name for i, name in enumerate(shapes) if i in owners] or list(shapes)[:1]
     sources = tuple((name, shapes[name]) for name in names)
     try:
-        return Found(sources, *_product(results, shapes, names), aliased=aliased)
+        ranks, order = _product(results, shapes, names)
+        return Found(sources, ranks, order, aliased=aliased, name=name)
     except ProbeError:
         if not flat:
             raise
@@ -59,7 +61,7 @@ def describe(
         rows.append(
             (_dim(np.where(elements.ravel() == PADDING, PADDING, owner), local, shapes, names, labels),)
         )
-    return Found(sources, tuple(rows), (0,), flat=True, aliased=aliased)
+    return Found(sources, tuple(rows), (0,), flat=True, aliased=aliased, name=name)
 
 
 def _no_product(where: str, why: str) -> ProbeError:

@@ -23,6 +23,7 @@ from shardweave.layout import (
     flat_boxes,
     whole,
 )
+from shardweave.layout.run import LABEL
 from shardweave.testing.markers import Shape
 
 
@@ -37,6 +38,7 @@ class Found:
         order: The tensor's dims in storage order; not ascending where the array is transposed.
         flat: Whether some result is no product of dims, so that all are given flat.
         aliased: The ranks whose array shares memory with the tensor that it was cut from.
+        name: What a loader calls the array.
     """
 
     sources: tuple[tuple[str, Shape], ...]
@@ -44,6 +46,7 @@ class Found:
     order: tuple[int, ...]
     flat: bool = False
     aliased: tuple[int, ...] = ()
+    name: str = "array"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -123,7 +126,7 @@ class Found:
             for label, (source, shape) in zip(self.labels, self.sources, strict=True)
         )
         mesh = Mesh(((axis, len(self.ranks)),))
-        return Layout(name, mesh, (BufferRule(name, parts, tuple(rule_dims), stacked=self.order),))
+        return Layout(name, mesh, (BufferRule(self.name, parts, tuple(rule_dims), stacked=self.order),))
 
     def __str__(self) -> str:
         lines = []
@@ -256,7 +259,7 @@ def labels_of(names: Sequence[str]) -> tuple[str, ...]:
     """The labels that tensors of these names have in a fused dim; ``""`` for a single one."""
     if len(names) == 1:
         return ("",)
-    words = tuple(re.sub(r"\W", "_", name) for name in names)
+    words = tuple(name if LABEL.fullmatch(name) else "_" + re.sub(r"\W", "_", name) for name in names)
     return words if len(set(words)) == len(words) else tuple(f"{word}_{i}" for i, word in enumerate(words))
 
 

@@ -27,7 +27,7 @@ from shardweave.testing.markers import PADDING, Numbering, Shape, numberings, sh
 
 Call = Callable[[int, dict[str, Any]], Mapping[str, Any]]
 
-_RESULT = ""  # the name of the one array that a partition function gives back
+_RESULT = "array"  # the name of the one array that a partition function gives back
 
 
 def probe(
@@ -211,7 +211,7 @@ class _Runs:
             if elements is not None and not duplicates:
                 self._check_once(rank, name, elements)
         aliased = tuple(rank for rank in range(self.ranks) if (rank, name) in self.aliased)
-        return describe(results, self.shapes, flat=flat, aliased=aliased)
+        return describe(results, self.shapes, flat=flat, aliased=aliased, name=name)
 
     def _pass(self, numbering: Numbering, order: Sequence[int]) -> dict[int, dict[str, Ints]]:
         read: dict[int, dict[str, list[NDArray[Any]]]] = {}
@@ -302,7 +302,7 @@ class _Runs:
 
 
 def _where(rank: int, name: str) -> str:
-    return f"rank {rank}" + (f", array {name!r}" if name else "")
+    return f"rank {rank}" + (f", array {name!r}" if name != _RESULT else "")
 
 
 def _shapes(arrays: Mapping[str, Ints]) -> str:
