@@ -16,11 +16,11 @@ from shardweave.layout.box import Box, intersect, subtract
 from shardweave.layout.buffer import BufferRule, Part, table_of
 from shardweave.layout.layout import Layout, format_ranks
 from shardweave.layout.run import Dim, Run
-from shardweave.layout.table import Table, atoms, join, table
+from shardweave.layout.table import Table, Tables, join, table
 from shardweave.layout.tensor import Tensor
 
 
-def prove(layout: Layout, tensors: Iterable[Tensor] | None = None) -> None:
+def prove(layout: Layout, tensors: Iterable[Tensor] | None = None, *, tables: Tables | None = None) -> None:
     """Prove that a layout holds every element of its tensors, and of ``tensors`` where given.
 
     Laws, for every tensor:
@@ -30,20 +30,26 @@ def prove(layout: Layout, tensors: Iterable[Tensor] | None = None) -> None:
         Nothing outside: a buffer names no index that its tensor does not have.
         Padding is not counted: it belongs to no tensor.
 
+    Args:
+        layout: The layout.
+        tensors: Tensors that it must hold beside those that it names.
+        tables: Where the tables of its dims are kept, for a caller that goes on with them.
+
     Raises:
         GapError, OverlapError, OutsideError: With the tensor, the box and the ranks.
     """
+    union = _Unions(layout, tables or Tables())
     for tensor in dict.fromkeys((*layout.tensors, *(tensors or ()))):
-        _prove_tensor(layout, tensor)
+        _prove_tensor(layout, tensor, union)
 
 
-def _prove_tensor(layout: Layout, tensor: Tensor) -> None:
+def _prove_tensor(layout: Layout, tensor: Tensor, union: _Unions) -> None:
     domain = [Box(ranges) for ranges in itertools.product(*(_ranges(dim) for dim in tensor.dims))]
     left = domain
     owned: list[tuple[int, Box]] = []
     for i, part in layout.holders.get(tensor, ()):
         rule = layout.rules[i]
-        held = _held(layout, rule, part)
+        held = (union.of(rule, part, d) for d in range(tensor.num_dims))
         boxes = [Box(ranges) for ranges in itertools.product(*held)]
         left = [rest for piece in left for rest in _subtract_all(piece, boxes)]
         if part.replica:
@@ -68,14 +74,25 @@ def _prove_tensor(layout: Layout, tensor: Tensor) -> None:
         )
 
 
-def _held(layout: Layout, rule: BufferRule, part: Part) -> list[list[range]]:
-    """What a rule holds of a part over all coordinates: the union of each dim, as ranges."""
-    held: list[list[range]] = []
-    for d, domain in enumerate(part.tensor.dims):
-        dims = table_of(rule.dims[d])
-        rows = table(dims, rule.label_of(d, part.label))
+class _Unions:
+    """What rules hold of a dim over all coordinates, as ranges; what is equal is looked at once."""
+
+    def __init__(self, layout: Layout, tables: Tables) -> None:
+        self.layout, self.tables = layout, tables
+        self.known: dict[tuple[int, Dim, bool], list[range]] = {}
+
+    def of(self, rule: BufferRule, part: Part, d: int) -> list[range]:
+        domain = part.tensor.dims[d]
+        rows = self.tables.table(table_of(rule.dims[d]), rule.label_of(d, part.label))
+        key = id(rows), domain, part.replica
+        if key not in self.known:
+            self.known[key] = self._union(rule, part, d, rows, domain)
+        return self.known[key]
+
+    def _union(self, rule: BufferRule, part: Part, d: int, rows: Table, domain: Dim) -> list[range]:
+        layout = self.layout
         _check_inside(layout, rule, part, d, rows, domain)
-        found = atoms(rows)
+        found = self.tables.atoms(rows)
         counts = np.diff(found.first)
         if not part.replica and len(counts) and int(counts.max()) > 1:
             atom = int(np.argmax(counts > 1))
@@ -93,16 +110,20 @@ def _held(layout: Layout, rule: BufferRule, part: Part) -> list[list[range]]:
                 hint="declare the part a replica (Part(replica=True)) where the copies are meant to agree",
             )
         order = np.argsort(found.pieces.start, kind="stable")
-        held.append(_ranges(Dim(_run(found.pieces, int(k)) for k in order)))
-    return held
+        return _ranges(Dim(_run(found.pieces, int(k)) for k in order))
 
 
 def _check_inside(layout: Layout, rule: BufferRule, part: Part, d: int, rows: Table, domain: Dim) -> None:
-    inside = join(rows, table((domain,), ""))
-    matched = np.bincount(inside.row_a, weights=inside.count, minlength=len(rows)).astype(np.int64)
-    if np.array_equal(matched, rows.count):
+    if len(domain.runs) == 1 and domain.runs[0].step == 1:
+        last = rows.start + (rows.count - 1) * rows.step
+        inside = (rows.start >= domain.runs[0].start) & (last <= domain.runs[0].last)
+    else:
+        common = join(rows, table((domain,), ""))
+        matched = np.bincount(common.row_a, weights=common.count, minlength=len(rows))
+        inside = matched.astype(np.int64) == rows.count
+    if inside.all():
         return
-    row = int(np.argmax(matched != rows.count))
+    row = int(np.argmin(inside))
     raise OutsideError(
         "a buffer holds only elements that its tensor has",
         where=(

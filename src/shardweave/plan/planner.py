@@ -70,9 +70,9 @@ def plan(
             equation=f"missing {len(missing)} of {len(dst.tensors)}: {'; '.join(map(str, missing[:3]))}",
             hint="describe both sides with one model, so that names, layers and shapes agree",
         )
-    prove(src)
-    prove(dst)
     src_side, dst_side = Side(src), Side(dst)
+    for side in (src_side, dst_side):
+        prove(side.layout, tables=side.tables)
     planner = _Planner(src_side, dst_side, Loads(src.mesh.ranks, ranks_per_node))
     families = []
     for tensor in dst.tensors:
@@ -260,15 +260,8 @@ class _Planner:
             column["count"][cut] = high - low
             for at, step in (("index", "index_step"), ("src_at", "src_step"), ("dst_at", "dst_step")):
                 column[at][cut] += low * column[step][cut]
-        return Family(
-            tensor,
-            src_number,
-            dst_number,
-            *(column[name] for name in BOX_COLUMNS),
-            number,
-            dealt.src,
-            dst,
-        )
+        columns = [column[name] for name in BOX_COLUMNS] + [number, dealt.src, dst]
+        return Family(tensor, src_number, dst_number, *columns)
 
 
 def _holder(held: Held, atom: Ints, entry: Ints) -> Ints:

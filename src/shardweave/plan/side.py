@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.layout import Dim, Layout
+from shardweave.layout import Layout
 from shardweave.layout.buffer import axes_of, table_of
 from shardweave.layout.layout import num_entries
-from shardweave.layout.table import Atoms, Ints, Table, atoms, table, within
+from shardweave.layout.table import Atoms, Ints, Table, Tables, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Side:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._tables: dict[tuple[tuple[Dim, ...], str], Table] = {}
+        self.tables = Tables()
         self._held: dict[int, Held] = {}
         self._classes: dict[object, Classes] = {}
         self._runs: dict[tuple[int, ...], Runs] = {}
@@ -107,15 +107,12 @@ class Side:
     def table(self, number: int, dim: int, label: str) -> Table:
         """The runs of the part ``label`` in one dim of rule ``number``; equal dims give the same object."""
         rule = self.layout.rules[number]
-        key = table_of(rule.dims[dim]), rule.label_of(dim, label)
-        if key not in self._tables:
-            self._tables[key] = table(*key)
-        return self._tables[key]
+        return self.tables.table(table_of(rule.dims[dim]), rule.label_of(dim, label))
 
     def held(self, rows: Table) -> Held:
         """Who holds what of a table of this side."""
         if id(rows) not in self._held:
-            self._held[id(rows)] = _held(rows)
+            self._held[id(rows)] = _held(self.tables.atoms(rows))
         return self._held[id(rows)]
 
     def classes(self, number: int) -> Classes:
@@ -160,8 +157,7 @@ def _joined(columns: list[Ints]) -> Ints:
     return np.concatenate(columns) if columns else np.zeros(0, dtype=np.int64)
 
 
-def _held(rows: Table) -> Held:
-    found = atoms(rows)
+def _held(found: Atoms) -> Held:
     entry = found.holders.entry
     if len(found.holders) == len(found.pieces):
         used, group = np.unique(entry, return_inverse=True)
