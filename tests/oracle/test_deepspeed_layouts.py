@@ -17,7 +17,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardweave.dialects.deepspeed import LAYOUTS, AutoTP, layout_of, shares, weight_layout, widths
+from shardweave.dialects.deepspeed import (
+    LAYOUTS,
+    AutoTP,
+    layout_of,
+    shares,
+    weight_layout,
+    widths,
+)
 from shardweave.errors import GeometryError, OverlapError, ShardweaveError, UnknownNameError
 from shardweave.layout import Dim, Mesh, Part, Run, Tensor, parse_layout, prove, whole
 from shardweave.layout.buffer import table_of
@@ -410,6 +417,19 @@ def test_a_bias_is_cut_as_its_weight_where_the_peer_can() -> None:
         for rank in range(4):
             ours = indices(LAYOUTS[name](whole(size), rank, model))
             assert ours == their_rows(name, size, model, rank, bias=True)
+
+
+def test_a_layout_for_two_kv_heads_is_not_thirds() -> None:
+    model = AutoTP(2, num_heads=6, num_kv_heads=2, hidden=18)
+    with pytest.raises(GeometryError, match=r"num_kv_heads\(2\).*'chatglm2'"):
+        LAYOUTS["thirds"](whole(30), 0, model)
+    assert str(LAYOUTS["chatglm2"](whole(30), 1, model)) == "[9:18] [21:24] [27:30]"
+
+
+def test_an_output_head_has_no_kv_heads() -> None:
+    model = AutoTP(3, num_kv_heads=2, grain=16)
+    assert [len(LAYOUTS["lm_head"](whole(100), rank, model)) for rank in range(3)] == [32, 32, 36]
+    assert [len(LAYOUTS["column"](whole(100), rank, model)) for rank in range(3)] == [50, 50, 0]
 
 
 @PEER

@@ -427,6 +427,15 @@ def test_a_loader_that_forgets_a_tensor() -> None:
     assert len(probe_loader(load, shapes, ranks=2, ignored=["rotary.inv_freq"])) == 3
 
 
+def test_what_is_no_array_is_refused() -> None:
+    with pytest.raises(ProbeError, match="got list"):
+        probe_loader(lambda rank, tensors: list(tensors.values()), {"a": (2, 3)}, ranks=1)  # type: ignore
+    with pytest.raises(ProbeError, match="rank 0: got str of dtype"):
+        probe(lambda x, r, n: "rows", (2, 3), ranks=1)
+    with pytest.raises(ProbeError, match="rank 0: got ndarray of dtype bool"):
+        probe(lambda x, r, n: x > 3, (2, 3), ranks=1)
+
+
 def test_a_loader_that_mixes_dims() -> None:
     def flattened(rank: int, tensors: dict[str, Array]) -> dict[str, Array]:
         return {"flat": np.concatenate([tensors["a"].ravel(), tensors["b"]])}

@@ -24,7 +24,6 @@ from types import MappingProxyType
 
 from shardweave.errors import GeometryError, UnknownNameError
 from shardweave.layout import (
-    IDENTITY,
     BufferRule,
     Dim,
     Layout,
@@ -32,7 +31,6 @@ from shardweave.layout import (
     Part,
     Sharded,
     Tensor,
-    Transform,
     along,
     concat,
     cut,
@@ -267,7 +265,8 @@ LAYOUTS: Mapping[str, Callable[[Dim, int, AutoTP], Dim]] = MappingProxyType(
 
 ``unknown`` is what DeepSpeed does to a fused weight that it does not recognise, after a warning.
 ``thirds`` is what it does to a grouped model whose class name ends in ``DecoderLayer``: the bytes
-are where this says, but the thirds are not q, k and v.
+are where this says, but the thirds are not q, k and v. A ``qwen`` model does not run where a rank
+has no query rows, though its weights can be cut so.
 """
 
 _CLASSES: Mapping[str, str] = MappingProxyType(
@@ -328,11 +327,6 @@ def shares(layout: str, model: AutoTP) -> bool:
     return layout == "bigcode" and model.tp > 1
 
 
-def bias_transform(layout: str, model: AutoTP) -> Transform:
-    """How a bias is stored beside a weight: Yuan's output projection divides it by the ranks that add it."""
-    return Transform("scale", 1 / model.tp) if layout == "yuan_o_proj" and model.tp > 1 else IDENTITY
-
-
 def shard(mesh: Mesh, layout: str, dim: Dim, model: AutoTP, *, axis: str = "tp") -> Sharded:
     """The stored dim over the ranks of a mesh axis.
 
@@ -357,7 +351,7 @@ def weight_layout(
 
     Args:
         layout: One of ``LAYOUTS``.
-        tensor: The stored weight, fused as it is stored.
+        tensor: The stored weight, fused as it is stored, or the bias of a layout that cuts dim 0.
         mesh: The ranks; those that differ on other axes only are replicas.
         model: What AutoTP knows.
         dim: The dim that is cut: 1 for ``row``, ``lm_head`` and ``yuan_o_proj`` weights.

@@ -251,6 +251,7 @@ class _Runs:
                 equation=f"{type(error).__name__}: {error}",
                 hint="the function refuses this geometry; probe one that it supports",
             ) from error
+        values = self._checked(rank, result)
         for name, tensor in tensors.items():
             if not np.array_equal(values_of(tensor), before[name]):
                 raise ProbeError(
@@ -260,7 +261,26 @@ class _Runs:
                     hint="copy before writing; other ranks or tied weights may read the same memory",
                 )
             self.aliased |= {(rank, key) for key, value in result.items() if shares_memory(value, tensor)}
-        return result, {name: values_of(value) for name, value in result.items()}
+        return result, values
+
+    def _checked(self, rank: int, result: Any) -> dict[str, NDArray[Any]]:
+        if not isinstance(result, Mapping):
+            raise ProbeError(
+                "a loader gives arrays by name",
+                where=f"rank {rank}",
+                equation=f"got {type(result).__name__}",
+                hint="return a dict of arrays",
+            )
+        values = {name: values_of(value) for name, value in result.items()}
+        for name, value in values.items():
+            if value.dtype.kind not in "iuf":
+                raise ProbeError(
+                    "a partition function gives arrays of numbers",
+                    where=_where(rank, name),
+                    equation=f"got {type(result[name]).__name__} of dtype {value.dtype}",
+                    hint="return one array of numpy or torch; probe a loader by name with probe_loader()",
+                )
+        return values
 
     def _agree(self, rank: int, first: dict[str, Ints], second: dict[str, Ints]) -> None:
         if list(first) != list(second) or any(first[name].shape != second[name].shape for name in first):
