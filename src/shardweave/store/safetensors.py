@@ -327,6 +327,22 @@ def allocate(
     root = Path(root)
     _require_room(root)
     _require_specs(tensors, max_file_bytes, metadata)
+    groups = files_of(tensors, max_file_bytes=max_file_bytes)
+    heads = {name: render_header(group, metadata, name) for name, group in groups.items()}
+    for name, (head, header) in heads.items():
+        with (root / name).open("xb") as file:
+            file.write(head)
+            file.truncate(header.size)
+    return _manifest(root, {name: header for name, (_, header) in heads.items()}, stray=[])
+
+
+def files_of(tensors: Sequence[TensorSpec], *, max_file_bytes: int) -> dict[str, list[TensorSpec]]:
+    """Which tensors ``allocate`` puts into which file, without writing anything.
+
+    >>> specs = [TensorSpec(key, "uint8", (4,)) for key in "abc"]
+    >>> [(name, len(group)) for name, group in files_of(specs, max_file_bytes=8).items()]
+    [('model-00001-of-00002.safetensors', 2), ('model-00002-of-00002.safetensors', 1)]
+    """
     groups: list[list[TensorSpec]] = [[]]
     room = max_file_bytes
     for spec in tensors:
@@ -337,12 +353,7 @@ def allocate(
         room -= spec.num_bytes
     count = len(groups)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
-    heads = {name: render_header(group, metadata, name) for name, group in zip(names, groups, strict=True)}
-    for name, (head, header) in heads.items():
-        with (root / name).open("xb") as file:
-            file.write(head)
-            file.truncate(header.size)
-    return _manifest(root, {name: header for name, (_, header) in heads.items()}, stray=[])
+    return dict(zip(names, groups, strict=True))
 
 
 def finish(manifest: Manifest, *, fsync: bool = True) -> None:
