@@ -13,10 +13,11 @@ import numpy as np
 
 from shardweave.errors import GapError, OutsideError, OverlapError
 from shardweave.layout.box import Box, intersect, subtract
-from shardweave.layout.buffer import BufferRule, Part, table_of
+from shardweave.layout.buffer import BufferRule, Part
 from shardweave.layout.layout import Layout, format_ranks
 from shardweave.layout.run import Dim, Run
-from shardweave.layout.table import Table, Tables, join, table
+from shardweave.layout.table import Table, join, table
+from shardweave.layout.tables import Tables
 from shardweave.layout.tensor import Tensor
 
 
@@ -83,7 +84,7 @@ class _Unions:
 
     def of(self, rule: BufferRule, part: Part, d: int) -> list[range]:
         domain = part.tensor.dims[d]
-        rows = self.tables.table(table_of(rule.dims[d]), rule.label_of(d, part.label))
+        rows = self.tables.table(rule.dims[d], rule.label_of(d, part.label))
         key = id(rows), domain, part.replica
         if key not in self.known:
             self.known[key] = self._union(rule, part, d, rows, domain)

@@ -249,24 +249,3 @@ def _overlapping(rows: Table) -> bool:
     order = np.argsort(rows.start, kind="stable")
     start, stop = rows.start[order], (rows.start + rows.count)[order]
     return bool(np.any(start[1:] < np.maximum.accumulate(stop)[:-1]))
-
-
-class Tables:
-    """Tables and their atoms, each made once: equal dims, which layouts have many of, share theirs."""
-
-    def __init__(self) -> None:
-        self._tables: dict[tuple[tuple[Dim, ...], str], Table] = {}
-        self._atoms: dict[int, Atoms] = {}
-
-    def table(self, dims: tuple[Dim, ...], label: str) -> Table:
-        """``table(dims, label)``; equal dims give the same object."""
-        key = dims, label
-        if key not in self._tables:
-            self._tables[key] = table(dims, label)
-        return self._tables[key]
-
-    def atoms(self, rows: Table) -> Atoms:
-        """``atoms(rows)`` of a table from here."""
-        if id(rows) not in self._atoms:
-            self._atoms[id(rows)] = atoms(rows)
-        return self._atoms[id(rows)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardweave.layout.table import Ints, within
 
@@ -94,38 +95,40 @@ def deal(
     """
     first, last = candidates.first[group], candidates.first[group + 1]
     src = candidates.rank[first]
-    forced = last - first == 1
-    if not forced.all():
-        own = _find(candidates, group, dst)
-        src, forced = np.where(own, dst, src), forced | own
-    loads.add(src[forced], dst[forced], num_bytes[forced])
-    moves = np.arange(len(group))
-    if forced.all():
-        return Deal(moves, np.zeros_like(moves), np.ones_like(moves), src)
-    settled = moves[forced]
-    deals = [Deal(settled, np.zeros_like(settled), np.ones_like(settled), src[settled])]
-    left = moves[~forced]
-    for ranks_per_node in dict.fromkeys((loads.ranks_per_node, None)):
-        # Without nodes all ranks are on one.
-        size = ranks_per_node or max(loads.ranks.stop, int(dst.max()) + 1)
-        num_nodes = 1 + max(loads.ranks.stop, int(dst.max())) // size
-        at = candidates.group * num_nodes + candidates.rank // size
-        wanted = group[left] * num_nodes + dst[left] // size
+    settled = last - first == 1
+    if not settled.all():
+        own = _serves_itself(candidates, group, dst)
+        src, settled = np.where(own, dst, src), settled | own
+    loads.add(src[settled], dst[settled], num_bytes[settled])
+    moves = np.flatnonzero(settled)
+    deals = [Deal(moves, np.zeros_like(moves), np.ones_like(moves), src[moves])]
+    left = np.flatnonzero(~settled)
+    if loads.ranks_per_node is not None and len(left):
+        # A bucket is a group and a node: ranks and moves of one bucket are near each other.
+        num_nodes = 1 + max(int(candidates.rank.max()), int(dst.max())) // loads.ranks_per_node
+        at = candidates.group * num_nodes + candidates.rank // loads.ranks_per_node
+        wanted = group[left] * num_nodes + dst[left] // loads.ranks_per_node
         near = np.isin(wanted, at)
-        if near.any():
-            rows = left[near]
-            deals.append(_in_turn(candidates.rank, at, wanted[near], rows, dst, num_bytes, width, loads))
+        deals.append(_in_turn(candidates.rank, at, wanted[near], left[near], dst, num_bytes, width, loads))
         left = left[~near]
-    move, part, parts, sources = (
-        np.concatenate([getattr(one, name) for one in deals]) for name in Deal.__slots__
-    )
+    if len(left):
+        deals.append(
+            _in_turn(candidates.rank, candidates.group, group[left], left, dst, num_bytes, width, loads)
+        )
+    if len(deals) == 1:
+        return deals[0]
+    joined = (np.concatenate([getattr(one, name) for one in deals]) for name in Deal.__slots__)
+    move, part, parts, sources = joined
     order = np.lexsort((part, move))
     return Deal(move[order], part[order], parts[order], sources[order])
 
 
-def _find(candidates: Candidates, group: Ints, rank: Ints) -> np.ndarray:
+def _serves_itself(candidates: Candidates, group: Ints, rank: Ints) -> NDArray[np.bool_]:
     """Whether each rank is a candidate of its group."""
-    span = 1 + max(int(candidates.rank.max()), int(rank.max(initial=0)))
+    low, high = int(candidates.rank.min()), int(candidates.rank.max())
+    if int(rank.max()) < low or int(rank.min()) > high:
+        return np.zeros(len(rank), dtype=np.bool_)
+    span = 1 + max(high, int(rank.max()))
     return np.isin(group * span + rank, candidates.group * span + candidates.rank)
 
 

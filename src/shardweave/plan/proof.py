@@ -53,6 +53,9 @@ def prove_columns(plan: Plan, src: Side, dst: Side) -> None:
         _check_volume(dst, target)
 
 
+_PLACES = ("index", "src_at", "dst_at")
+
+
 @dataclass(frozen=True, slots=True)
 class _Writes:
     """The copies of one family as pairs of a box and a class of ranks.
@@ -108,15 +111,12 @@ def _check_columns(family: Family) -> None:
             equation=f"boxes of shape {shape}, moves {family.box.shape} of boxes {_ends(family.box)}",
             hint="make the plan again; do not edit its columns",
         )
-    least = [int(column.min(initial=1)) for column in boxes]
-    if any(
-        value < (0 if name in ("index", "src_at", "dst_at") else 1)
-        for name, value in zip(BOX_COLUMNS, least, strict=True)
-    ):
+    least = np.stack(boxes).min(axis=(1, 2), initial=1)
+    if (least < [0 if name in _PLACES else 1 for name in BOX_COLUMNS]).any():
         raise OutsideError(
             "boxes have at least one index, steps of at least one and places from 0 on",
             where=f"tensor {family.tensor.name!r}",
-            equation=", ".join(f"{name} >= {value}" for name, value in zip(BOX_COLUMNS, least, strict=True)),
+            equation=", ".join(f"min({name}) = {n}" for name, n in zip(BOX_COLUMNS, least, strict=True)),
             hint="make the plan again; do not edit its columns",
         )
 
@@ -216,14 +216,19 @@ def _check_disjoint(side: Side, targets: list[_Target]) -> None:
                 else (family.box, family.dst - side.layout.mesh.offset, np.arange(len(family.box)))
             )
             row, low, high = _intervals(family.dst_at[box], family.dst_step[box], family.count[box])
-            missing = ((0, 0), (0, most - low.shape[1]))
             groups.append(t * side.layout.mesh.size + owner[row])
-            boxes.append((np.pad(low, missing), np.pad(high, missing, constant_values=1)))
+            boxes.append((low, high))
             rows.append((target, writes, move[row]))
     if not rows:
         return
-    low, high = (np.concatenate(ends) for ends in zip(*boxes, strict=True))
-    pair = find_overlap(np.concatenate(groups), low, high)
+    # One question for the whole plan: boxes of fewer dims are a single place in those that they lack.
+    group = np.concatenate(groups)
+    lows, highs = np.zeros((len(group), most), dtype=np.int64), np.ones((len(group), most), dtype=np.int64)
+    end = 0
+    for low, high in boxes:
+        start, end = end, end + len(low)
+        lows[start:end, : low.shape[1]], highs[start:end, : low.shape[1]] = low, high
+    pair = find_overlap(group, lows, highs)
     if pair is not None:
         _refuse_overlap(side, rows, *pair)
 

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.layout import Layout
-from shardweave.layout.buffer import axes_of, table_of
+from shardweave.layout.buffer import axes_of
 from shardweave.layout.layout import num_entries
-from shardweave.layout.table import Atoms, Ints, Table, Tables, within
+from shardweave.layout.table import Atoms, Ints, Table, within
+from shardweave.layout.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,12 @@ class Side:
         self._held: dict[int, Held] = {}
         self._classes: dict[object, Classes] = {}
         self._runs: dict[tuple[int, ...], Runs] = {}
+        self._numbered: dict[tuple[int, str], Runs] = {}
 
     def table(self, number: int, dim: int, label: str) -> Table:
         """The runs of the part ``label`` in one dim of rule ``number``; equal dims give the same object."""
         rule = self.layout.rules[number]
-        return self.tables.table(table_of(rule.dims[dim]), rule.label_of(dim, label))
+        return self.tables.table(rule.dims[dim], rule.label_of(dim, label))
 
     def held(self, rows: Table) -> Held:
         """Who holds what of a table of this side."""
@@ -136,21 +138,25 @@ class Side:
 
     def runs(self, number: int, label: str) -> Runs:
         """The runs of the part ``label`` of rule ``number``."""
-        rule = self.layout.rules[number]
-        tables = [self.table(number, d, label) for d in range(len(rule.dims))]
-        # Padding and other parts make a dim longer than its table shows.
-        dims = [dim for each in rule.dims for dim in table_of(each)]
-        length = np.array([len(dim) for dim in dims], dtype=np.int64)
-        key = (*(id(rows) for rows in tables), *length.tolist())
-        if key not in self._runs:
-            base = np.cumsum((0, *num_entries(rule)), dtype=np.int64)[:-1]
-            entry = _joined([rows.entry + first for rows, first in zip(tables, base, strict=True)])
-            columns = [_joined([getattr(rows, name) for rows in tables]) for name in Table.__slots__[1:]]
-            rows = Table(entry, *columns)
-            span = 1 + int(length.max(initial=0))
-            held = np.bincount(entry, weights=rows.count, minlength=len(length)).astype(np.int64)
-            self._runs[key] = Runs(base, length, held, rows, entry * span + rows.at, span)
-        return self._runs[key]
+        if (number, label) not in self._numbered:
+            rule = self.layout.rules[number]
+            tables = [self.table(number, d, label) for d in range(len(rule.dims))]
+            lengths = [self.tables.lengths(dim) for dim in rule.dims]
+            key = tuple(id(columns) for columns in (*tables, *lengths))
+            if key not in self._runs:
+                self._runs[key] = _runs(tables, lengths)
+            self._numbered[number, label] = self._runs[key]
+        return self._numbered[number, label]
+
+
+def _runs(tables: list[Table], lengths: list[Ints]) -> Runs:
+    base = np.cumsum([0, *(len(each) for each in lengths)], dtype=np.int64)[:-1]
+    length = _joined(lengths)
+    entry = _joined([rows.entry + first for rows, first in zip(tables, base, strict=True)])
+    rows = Table(entry, *(_joined([getattr(rows, name) for rows in tables]) for name in Table.__slots__[1:]))
+    span = 1 + int(length.max(initial=0))
+    held = np.bincount(entry, weights=rows.count, minlength=len(length)).astype(np.int64)
+    return Runs(base, length, held, rows, entry * span + rows.at, span)
 
 
 def _joined(columns: list[Ints]) -> Ints:
