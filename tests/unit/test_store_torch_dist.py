@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -40,7 +41,7 @@ from shardweave.errors import (
     UnknownNameError,
 )
 from shardweave.store import pickles, pickles_write, torch_dist, torch_save
-from shardweave.store.manifest import ITEMSIZE, Manifest, TensorSpec
+from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor, TensorSpec
 from shardweave.store.torch_dist_write import allocate, finish
 
 DATA = Path(__file__).parents[1] / "data"
@@ -432,6 +433,49 @@ class TestWrite:
         with pytest.raises(MissingFileError, match="gone"):
             finish(manifest)
         assert not (tmp_path / ".metadata").exists()
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> StoredTensor:
+    """A tensor cut in two again and again, with some pieces lost and perhaps one too many."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 9))):
+        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dims = [d for d, count in enumerate(size) if count > 1]
+        if not dims:
+            boxes.append((offset, size))
+            continue
+        d = draw(st.sampled_from(dims))
+        at = draw(st.integers(1, size[d] - 1))
+        boxes.append((offset, (*size[:d], at, *size[d + 1 :])))
+        behind = (*offset[:d], offset[d] + at, *offset[d + 1 :])
+        boxes.append((behind, (*size[:d], size[d] - at, *size[d + 1 :])))
+    kept = [box for box in boxes if draw(st.integers(0, 4))]
+    if draw(st.booleans()):
+        offset = tuple(draw(st.integers(0, count - 1)) for count in shape)
+        kept.append((offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))))
+    return StoredTensor("w", "int8", shape, tuple(Extent(o, s, "f", 0) for o, s in kept))
+
+
+@given(cut_tensors())
+def test_tiling_is_counted_by_hand(tensor: StoredTensor) -> None:
+    times = np.zeros(tensor.shape, dtype=int)
+    for extent in tensor.extents:
+        times[tuple(slice(o, o + s) for o, s in zip(extent.offset, extent.shape, strict=True))] += 1
+    try:
+        torch_dist.prove_tiling([tensor])
+    except OverlapError:
+        assert (times > 1).any()
+    except GapError as error:
+        assert (times <= 1).all() and (times == 0).any()
+        if tensor.shape:
+            box = re.search(r"box \[(.*?)\]", error.where)
+            assert box is not None
+            ends = [part.split(":") for part in box[1].split(", ")]
+            assert (times[tuple(slice(int(low), int(high)) for low, high in ends)] == 0).all()
+    else:
+        assert (times == 1).all()
 
 
 SCALARS = st.one_of(

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -51,8 +51,7 @@ from shardweave.errors import (
     TruncatedError,
     UnknownNameError,
 )
-from shardweave.layout.box import Box, subtract
-from shardweave.layout.tiling import find_overlap
+from shardweave.layout.box import Box
 from shardweave.store import torch_save
 from shardweave.store.manifest import Extent, Manifest, StoredTensor
 from shardweave.store.paths import inside
@@ -69,6 +68,7 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 COMMON_OBJECT: Final = "common_state/shard_0_1"
 
 _MAX_SIDE_BYTES: Final = 1 << 30
+_MAX_PAIRS: Final = 1 << 30
 
 _NUMPY: Final = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): None for core in ("core", "_core")},
@@ -311,31 +311,21 @@ def _prove_streams(places: Mapping[Any, Place], sizes: Mapping[str, int]) -> Non
         last = name, start + length
 
 
-def prove_tiling(tensors: Any) -> None:
+def prove_tiling(tensors: Iterable[StoredTensor]) -> None:
     """Each element of each tensor lies in exactly one extent.
 
     Raises:
         GapError, OverlapError: With the key and a box.
+        FormatError: So many chunks so entangled that no saver cuts them, and proving would take minutes.
     """
-    by_rank: dict[int, list[tuple[StoredTensor, Extent]]] = {}
     for tensor in tensors:
-        for extent in tensor.extents:
-            by_rank.setdefault(len(tensor.shape), []).append((tensor, extent))
-    for rank, pairs in by_rank.items():
-        group = np.unique([tensor.key for tensor, _ in pairs], return_inverse=True)[1].astype(np.int64)
-        low = np.array([extent.offset for _, extent in pairs], dtype=np.int64).reshape(len(pairs), rank)
-        size = np.array([extent.shape for _, extent in pairs], dtype=np.int64).reshape(len(pairs), rank)
-        both = find_overlap(group, low, low + size)
-        if both is not None:
-            (tensor, first), (_, second) = pairs[both[0]], pairs[both[1]]
+        if (both := _overlap(tensor)) is not None:
             raise OverlapError(
                 "no element may be stored in two chunks",
                 where=repr(tensor.key),
-                equation=f"chunk at {first.offset} of shape {first.shape} and chunk at {second.offset} of "
-                f"shape {second.shape}",
+                equation=" and ".join(f"chunk at {e.offset} of shape {e.shape}" for e in both),
                 hint="nobody can say which of the two is right; save the checkpoint again",
             )
-    for tensor in tensors:
         stored, needed = sum(extent.numel for extent in tensor.extents), math.prod(tensor.shape)
         if stored != needed:
             raise GapError(
@@ -346,9 +336,57 @@ def prove_tiling(tensors: Any) -> None:
             )
 
 
-def _gap(tensor: StoredTensor) -> str:
-    left = [Box.of((0,) * len(tensor.shape), tensor.shape)]
-    for extent in tensor.extents[:1000]:
-        chunk = Box.of(extent.offset, extent.shape)
-        left = [rest for box in left for rest in subtract(box, chunk)]
-    return f"{left[0]}"
+def _overlap(tensor: StoredTensor) -> tuple[Extent, Extent] | None:
+    """Two extents that share an element: a sweep along the dim that tells most of them apart."""
+    extents, rank = tensor.extents, len(tensor.shape)
+    if len(extents) < 2:
+        return None
+    if not rank:
+        return extents[0], extents[1]
+    low = np.array([extent.offset for extent in extents], dtype=np.int64)
+    high = low + np.array([extent.shape for extent in extents], dtype=np.int64)
+    dim = max(range(rank), key=lambda d: len(np.unique(low[:, d])))
+    order = np.argsort(low[:, dim], kind="stable")
+    low, high = low[order], high[order]
+    stop = np.searchsorted(low[:, dim], high[:, dim])
+    pairs = int((stop - np.arange(len(stop)) - 1).sum())
+    if pairs > _MAX_PAIRS:
+        raise FormatError(
+            "chunks must be told apart by one of their dims",
+            where=repr(tensor.key),
+            equation=f"{len(extents)} chunks, {pairs} pairs to compare > {_MAX_PAIRS}",
+            hint="no known software cuts tensors so; look at where the index comes from",
+        )
+    for i, end in enumerate(stop):
+        near = slice(i + 1, end)
+        hit = np.flatnonzero(((low[near] < high[i]) & (low[i] < high[near])).all(axis=1))
+        if len(hit):
+            return extents[order[i]], extents[order[i + 1 + hit[0]]]
+    return None
+
+
+def _gap(tensor: StoredTensor) -> Box:
+    """A box that no extent touches, of a tensor whose extents are disjoint and too few.
+
+    Halves the tensor at an edge of an extent and goes on in a half that is not full.
+    """
+    rank = len(tensor.shape)
+    low = np.array([extent.offset for extent in tensor.extents], dtype=np.int64).reshape(-1, max(rank, 1))
+    high = low + np.array([extent.shape for extent in tensor.extents], dtype=np.int64).reshape(low.shape)
+    first, last = [0] * rank, list(tensor.shape)
+    while len(low):
+        edges = [np.unique(np.concatenate([low[:, d], high[:, d]])) for d in range(rank)]
+        inner = [e[(e > first[d]) & (e < last[d])] for d, e in enumerate(edges)]
+        d = max(range(rank), key=lambda d: len(inner[d]))
+        cut = int(inner[d][len(inner[d]) // 2])
+        left = low, np.minimum(high, [cut if k == d else 1 << 62 for k in range(rank)])
+        full = (cut - first[d]) * math.prod(
+            b - a for k, (a, b) in enumerate(zip(first, last, strict=True)) if k != d
+        )
+        if int(np.maximum(left[1] - left[0], 0).prod(axis=1).sum()) < full:
+            last[d], high = cut, left[1]
+        else:
+            first[d], low = cut, np.maximum(low, [cut if k == d else 0 for k in range(rank)])
+        kept = (low < high).all(axis=1)
+        low, high = low[kept], high[kept]
+    return Box.of(first, [b - a for a, b in zip(first, last, strict=True)])

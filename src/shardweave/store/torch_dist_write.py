@@ -45,6 +45,7 @@ MEGATRON_CONFIG: Final[Mapping[str, Any]] = {
 
 _RECORDS: Final = ("metadata", "common", "objects", "planner_data", "mcore_data")
 _PIECE: Final = 16 << 20
+_THREAD_PAYS: Final = 1 << 20
 
 
 def allocate(
@@ -85,12 +86,12 @@ def allocate(
     for spec in tensors:
         extents = []
         for offset, shape in _boxes(spec):
-            head, tail = torch_save.frame(spec.dtype, shape)
+            head, tail = torch_save.frame_sizes(spec.dtype, shape)
             start = -(-end // torch_save.ALIGNMENT) * torch_save.ALIGNMENT
-            length = len(head) + math.prod(shape) * ITEMSIZE[spec.dtype] + len(tail)
+            length = head + math.prod(shape) * ITEMSIZE[spec.dtype] + tail
             if not name or start + length > max_file_bytes:
                 name, start = f"__{len(files)}_0.distcp", 0
-            extents.append(Extent(offset, shape, name, start + len(head)))
+            extents.append(Extent(offset, shape, name, start + head))
             files[name] = end = start + length
         if spec.key in stored:
             raise FormatError(
@@ -130,7 +131,10 @@ def finish(manifest: Manifest, checksums: Mapping[Extent, int] | None = None, *,
         for name, pairs in extents.items():
             with _as_laid_out(root, name, manifest.files[name]) as file:
                 close = partial(_close, file.fileno(), known)
-                for (tensor, extent), (start, length) in zip(pairs, pool.map(close, pairs), strict=True):
+                # A thread pays where there is a CRC to compute; handing over a small job costs more.
+                spread = manifest.files[name] > _THREAD_PAYS * len(pairs)
+                done = pool.map(close, pairs) if spread else map(close, pairs)
+                for (tensor, extent), (start, length) in zip(pairs, done, strict=True):
                     places[tensor.key, extent.offset] = name, start, length
                 if fsync:
                     os.fsync(file.fileno())

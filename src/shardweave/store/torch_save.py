@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from mmap import mmap
 from typing import Any, Final
 
@@ -376,9 +377,9 @@ class _Archive:
         return self.take()
 
 
-def _preamble(value: Any) -> _Archive:
+def _preamble(pickled: bytes) -> _Archive:
     archive = _Archive()
-    archive.record("data.pkl", pickles_write.dump(value))
+    archive.record("data.pkl", pickled)
     archive.record(".format_version", b"1")
     archive.record(".storage_alignment", str(ALIGNMENT).encode())
     archive.record("byteorder", b"little")
@@ -398,6 +399,19 @@ def _rebuild(key: str, dtype: str, shape: tuple[int, ...]) -> Instance:
     return Instance(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype)))
 
 
+@lru_cache(maxsize=4096)
+def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The pickle of one tensor; the chunks of a stacked tensor are thousands of the same shape."""
+    return pickles_write.dump(_rebuild("0", dtype, shape))
+
+
+@lru_cache(maxsize=4096)
+def frame_sizes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of both parts of `frame`, which do not depend on the CRC."""
+    head, tail = frame(dtype, shape)
+    return len(head), len(tail)
+
+
 def frame(dtype: str, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, bytes]:
     """What stands before and after the bytes of one row-major tensor to make them a stream.
 
@@ -409,7 +423,7 @@ def frame(dtype: str, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, byte
     (0, True)
     """
     num_bytes = math.prod(shape) * _itemsize(dtype, "a tensor to be written")
-    archive = _preamble(_rebuild("0", dtype, shape))
+    archive = _preamble(_pickled(dtype, shape))
     archive.header("data/0", num_bytes, crc, align=True)
     return archive.take(num_bytes), archive.close()
 
@@ -422,7 +436,7 @@ def stream(value: Any) -> bytes:
         payloads.append(leaf["data"])
         return _rebuild(str(len(payloads) - 1), leaf["$leaf"], tuple(leaf["shape"]))
 
-    archive = _preamble(pickles_write.from_plain(value, leaf=tensor))
+    archive = _preamble(pickles_write.dump(pickles_write.from_plain(value, leaf=tensor)))
     for i, payload in enumerate(payloads):
         archive.record(f"data/{i}", payload, align=True)
     return archive.close()
