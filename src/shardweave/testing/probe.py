@@ -216,7 +216,9 @@ class _Runs:
     def _pass(self, numbering: Numbering, order: Sequence[int]) -> dict[int, dict[str, Ints]]:
         read: dict[int, dict[str, list[NDArray[Any]]]] = {}
         for digit in range(numbering.num_digits):
-            results = {rank: self._one(numbering, digit, rank) for rank in order}
+            tensors = numbering.tensors(digit, self.arrays)
+            before = {name: values_of(tensor) for name, tensor in tensors.items()}
+            results = {rank: self._one(rank, tensors, before) for rank in order}
             for rank, (result, values) in results.items():
                 for name, value in values.items():
                     if not np.array_equal(values_of(result[name]), value, equal_nan=value.dtype.kind == "f"):
@@ -236,10 +238,8 @@ class _Runs:
         }
 
     def _one(
-        self, numbering: Numbering, digit: int, rank: int
+        self, rank: int, tensors: dict[str, Any], before: dict[str, NDArray[Any]]
     ) -> tuple[Mapping[str, Any], dict[str, NDArray[Any]]]:
-        tensors = numbering.tensors(digit, self.arrays)
-        before = {name: values_of(tensor) for name, tensor in tensors.items()}
         try:
             result = self.call(rank, dict(tensors))
         except ProbeError:
