@@ -2,7 +2,7 @@
 
 =========  ===========================================================================
 dim        ``q[0:8] k[0:2] pad[3]``: runs in storage order; ``[0:7:2]`` has a step
-box        ``[0:4, 8:16:2]``: one range a dim
+box        ``[0:4, 8:15:2]``: one range a dim
 mesh       ``tp=2,pp=2 | etp=1,ep=2,pp=2 @ 8``: axes, other factorisations, first rank
 tensor     ``model.layers.{layer[0:4]}.up_proj.weight (96, 64) bfloat16``
 layout     the mesh, then the tensors, then the buffers, one statement a line
@@ -38,13 +38,24 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)([^{}]*)\}", re.ASCII)
 _TENSOR = re.compile(r"((?:[^\s{}]|\{[^{}]*\})+) \((\d+(?:, \d+)*)?\) (\w+)(?: by ([\w,]+))?", re.ASCII)
 _HOLDS = re.compile(rf"(\d+)(?: as ({LABEL.pattern}))?( replica)?", re.ASCII)
 
+_EXAMPLES = {
+    "dim": "'q[0:8] k[0:2] pad[3]', with a step '[0:7:2]', empty '[]'",
+    "box": "'[0:4, 8:15:2]', one range a dim, each ending one past its last index",
+    "mesh": "'tp=2,pp=2 | etp=1,ep=2,pp=2 @ 8': axes, other factorisations, first rank",
+    "tensor": "'model.layers.{layer[0:4]}.up_proj.weight (96, 64) bfloat16'",
+    "layout": "format_layout() does, one statement a line",
+}
+
 T = TypeVar("T")
 
 
 def _refuse(what: str, text: str, why: str) -> NoReturn:
     shown = text if len(text) <= 80 else text[:77] + "..."
     raise NotationError(
-        f"a text is the notation of a {what}", where=repr(shown), equation=why, hint=__doc__.split("\n\n")[1]
+        f"a text is the notation of a {what}",
+        where=repr(shown),
+        equation=why,
+        hint=f"write it as {_EXAMPLES[what]}",
     )
 
 
@@ -122,7 +133,7 @@ def parse_dim(text: str) -> Dim:
 
 
 def format_box(box: Box) -> str:
-    """``[0:4, 8:16:2]``."""
+    """``[0:4, 8:15:2]``."""
     return "[" + ", ".join(_format_range(dim) for dim in box.dims) + "]"
 
 
