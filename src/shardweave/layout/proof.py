@@ -45,12 +45,12 @@ def prove(layout: Layout, tensors: Iterable[Tensor] | None = None, *, tables: Ta
 
 
 def _prove_tensor(layout: Layout, tensor: Tensor, union: _Unions) -> None:
-    domain = [Box(ranges) for ranges in itertools.product(*(_ranges(dim) for dim in tensor.dims))]
-    left = domain
+    domain = tensor.dims
+    left = [Box(ranges) for ranges in itertools.product(*(_ranges(dim) for dim in domain))]
     owned: list[tuple[int, Box]] = []
     for i, part in layout.holders.get(tensor, ()):
         rule = layout.rules[i]
-        held = (union.of(rule, part, d) for d in range(tensor.num_dims))
+        held = (union.of(rule, part, d, dim) for d, dim in enumerate(domain))
         boxes = [Box(ranges) for ranges in itertools.product(*held)]
         left = [rest for piece in left for rest in _subtract_all(piece, boxes)]
         if part.replica:
@@ -82,8 +82,7 @@ class _Unions:
         self.layout, self.tables = layout, tables
         self.known: dict[tuple[int, Dim, bool], list[range]] = {}
 
-    def of(self, rule: BufferRule, part: Part, d: int) -> list[range]:
-        domain = part.tensor.dims[d]
+    def of(self, rule: BufferRule, part: Part, d: int, domain: Dim) -> list[range]:
         rows = self.tables.table(rule.dims[d], rule.label_of(d, part.label))
         key = id(rows), domain, part.replica
         if key not in self.known:

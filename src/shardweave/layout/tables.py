@@ -35,11 +35,11 @@ class Tables:
 
     def _of(self, dim: Dim | Sharded, label: str) -> tuple[Dim | Sharded, Table, Ints]:
         key = id(dim), label
-        if key not in self._seen:
+        found = self._seen.get(key)
+        if found is None:
             dims = table_of(dim)
-            if (dims, label) not in self._rows:
-                self._rows[dims, label] = table(dims, label)
+            rows = self._rows.setdefault((dims, label), table(dims, label))
             sizes = tuple(len(one) for one in dims)
             lengths = self._lengths.setdefault(sizes, np.array(sizes, dtype=np.int64))
-            self._seen[key] = dim, self._rows[dims, label], lengths
-        return self._seen[key]
+            found = self._seen[key] = dim, rows, lengths
+        return found

@@ -210,58 +210,67 @@ class _Planner:
         ]
         src_classes, dst_classes = self.src.classes(src_number), self.dst.classes(dst_number)
 
-        # Boxes: every combination of one common stretch a dim.
-        sizes = [one.columns.shape[1] for one in commons]
-        total = math.prod(sizes)
-        pick = np.unravel_index(np.arange(total), sizes) if sizes else ()
-        block = np.zeros((len(_COLUMNS), total, len(sizes)), dtype=np.int64)
-        for d, (one, rows) in enumerate(zip(commons, pick, strict=True)):
-            block[:, :, d] = one.columns[:, rows]
-        column = dict(zip(_COLUMNS, block, strict=True))
-        count = column["count"]
+        held = [one.held for one in commons]
+        boxes = _product([one.columns for one in commons])
+        column = dict(zip(_COLUMNS, boxes, strict=True))
 
         # Moves: every box to every rank of its destination's class.
         box, place = every_pair(dst_classes.first, column["dst_entry"] @ dst_classes.weight)
-        dst = dst_classes.ranks[place]
-        held = [one.held for one in commons]
-        candidates = self.candidates_of(held, src_classes)
-        # For several replicas a box is cut along its first dim with more than one index: layers, or rows.
-        axis = np.argmax(count > 1, axis=1) if sizes else np.zeros(total, dtype=np.int64)
-        width = count[np.arange(total), axis] if sizes else np.ones(total, dtype=np.int64)
-        num_bytes = np.prod(count, axis=1) * itemsize(self.dst.layout.rules[dst_number].dtype)
+        num_bytes = np.prod(column["count"], axis=1) * itemsize(self.dst.layout.rules[dst_number].dtype)
+        axis, width = _cut_along(column["count"])
         weight = np.cumprod([1, *(len(one.first) - 1 for one in held)], dtype=np.int64)[:-1]
         dealt = deal(
-            candidates,
+            self.candidates_of(held, src_classes),
             group=(column["group"] @ weight)[box],
-            dst=dst,
+            dst=dst_classes.ranks[place],
             num_bytes=num_bytes[box],
             width=width[box],
             loads=self.loads,
         )
-        box, dst = box[dealt.move], dst[dealt.move]
+        box, dst = box[dealt.move], dst_classes.ranks[place[dealt.move]]
 
-        # Parts of a box, and a box that is read from holders that have it at different places, are boxes.
-        shared = [d for d in dims if held[d].shared]
-        entry = src_classes.entry[src_classes.of_rank[dealt.src - self.src.layout.mesh.offset]]
-        key = (box * (MOST_PARTS + 1) + dealt.parts) * MOST_PARTS + dealt.part
-        for d in shared:
-            key = key * (1 + int(src_classes.entry[:, d].max())) + entry[:, d]
-        _, first, number = np.unique(key, return_index=True, return_inverse=True)
-        original = box[first]
-        column = {name: rows[original] for name, rows in column.items()}
-        for d in shared:
-            holders = held[d].atoms.holders
-            holder = _holder(held[d], column["atom"][:, d], entry[first, d])
-            column["src_at"][:, d] = holders.at[holder] + column["skip"][:, d] * holders.stride[holder]
-            column["src_step"][:, d] = column["skip_step"][:, d] * holders.stride[holder]
-        if sizes:
-            low, high = stretch(width[original], dealt.part[first], dealt.parts[first])
-            cut = np.arange(len(original)), axis[original]
-            column["count"][cut] = high - low
-            for at, step in (("index", "index_step"), ("src_at", "src_step"), ("dst_at", "dst_step")):
-                column[at][cut] += low * column[step][cut]
-        columns = [column[name] for name in BOX_COLUMNS] + [number, dealt.src, dst]
+        shared = [d for d, one in enumerate(held) if one.shared]
+        if shared or dealt.parts.max(initial=1) > 1:
+            # A part of a box is a box, and so is a box in each of the places where its holders have it.
+            entry = src_classes.entry[src_classes.of_rank[dealt.src - self.src.layout.mesh.offset]]
+            key = (box * (MOST_PARTS + 1) + dealt.parts) * MOST_PARTS + dealt.part
+            for d in shared:
+                key = key * (1 + int(src_classes.entry[:, d].max())) + entry[:, d]
+            _, move, number = np.unique(key, return_index=True, return_inverse=True)
+            whole, box = box[move], number
+            column = dict(zip(_COLUMNS, boxes[:, whole], strict=True))
+            for d in shared:
+                rows = held[d].atoms.holders
+                holder = _holder(held[d], column["atom"][:, d], entry[move, d])
+                column["src_at"][:, d] = rows.at[holder] + column["skip"][:, d] * rows.stride[holder]
+                column["src_step"][:, d] = column["skip_step"][:, d] * rows.stride[holder]
+            low, high = stretch(width[whole], dealt.part[move], dealt.parts[move])
+            if tensor.num_dims:
+                cut = np.arange(len(whole)), axis[whole]
+                column["count"][cut] = high - low
+                for at, step in (("index", "index_step"), ("src_at", "src_step"), ("dst_at", "dst_step")):
+                    column[at][cut] += low * column[step][cut]
+        columns = [column[name] for name in BOX_COLUMNS] + [box, dealt.src, dst]
         return Family(tensor, src_number, dst_number, *columns)
+
+
+def _product(columns: list[Ints]) -> Ints:
+    """Every combination of one stretch a dim: ``(columns, boxes, dims)``, the last dim fastest."""
+    sizes = [rows.shape[1] for rows in columns]
+    boxes = np.empty((len(_COLUMNS), math.prod(sizes), len(sizes)), dtype=np.int64)
+    after = boxes.shape[1]
+    for d, (rows, size) in enumerate(zip(columns, sizes, strict=True)):
+        after //= max(size, 1)
+        boxes[:, :, d] = rows[:, np.arange(boxes.shape[1]) // max(after, 1) % max(size, 1)]
+    return boxes
+
+
+def _cut_along(count: Ints) -> tuple[Ints, Ints]:
+    """Where each box is cut for several replicas: its outermost dim of more than one index, and the size."""
+    if not count.shape[1]:
+        return np.zeros(len(count), dtype=np.int64), np.ones(len(count), dtype=np.int64)
+    axis = np.argmax(count > 1, axis=1)
+    return axis, count[np.arange(len(count)), axis]
 
 
 def _holder(held: Held, atom: Ints, entry: Ints) -> Ints:

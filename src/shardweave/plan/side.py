@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.layout import Layout
+from shardweave.layout import BufferRule, Layout
 from shardweave.layout.buffer import axes_of
 from shardweave.layout.layout import num_entries
 from shardweave.layout.table import Atoms, Ints, Table, within
@@ -102,9 +103,11 @@ class Side:
         self.layout = layout
         self.tables = Tables()
         self._held: dict[int, Held] = {}
+        # By number of the rule, and by what the columns follow from, which several rules share.
+        self._classes_of: dict[int, Classes] = {}
         self._classes: dict[object, Classes] = {}
+        self._runs_of: dict[tuple[int, str], Runs] = {}
         self._runs: dict[tuple[int, ...], Runs] = {}
-        self._numbered: dict[tuple[int, str], Runs] = {}
 
     def table(self, number: int, dim: int, label: str) -> Table:
         """The runs of the part ``label`` in one dim of rule ``number``; equal dims give the same object."""
@@ -119,34 +122,42 @@ class Side:
 
     def classes(self, number: int) -> Classes:
         """The ranks of rule ``number`` by what they hold."""
-        rule = self.layout.rules[number]
-        key = tuple(axes_of(dim) for dim in rule.dims), rule.where
-        if key not in self._classes:
-            sizes = num_entries(rule)
-            num = int(np.prod(sizes, dtype=np.int64))
-            weight = np.cumprod((1, *sizes), dtype=np.int64)[:-1]
-            of_rank = np.where(self.layout.exists(rule), self.layout.entries(rule) @ weight, -1)
-            order = np.argsort(of_rank, kind="stable")
-            self._classes[key] = Classes(
-                entry=np.arange(num)[:, None] // weight % np.array(sizes, dtype=np.int64),
-                weight=weight,
-                of_rank=of_rank,
-                ranks=order + self.layout.mesh.offset,
-                first=np.searchsorted(of_rank[order], np.arange(num + 1), "left"),
-            )
-        return self._classes[key]
+        found = self._classes_of.get(number)
+        if found is None:
+            rule = self.layout.rules[number]
+            key = tuple(axes_of(dim) for dim in rule.dims), rule.where
+            if key not in self._classes:
+                self._classes[key] = _classes(self.layout, rule)
+            found = self._classes_of[number] = self._classes[key]
+        return found
 
     def runs(self, number: int, label: str) -> Runs:
         """The runs of the part ``label`` of rule ``number``."""
-        if (number, label) not in self._numbered:
+        found = self._runs_of.get((number, label))
+        if found is None:
             rule = self.layout.rules[number]
             tables = [self.table(number, d, label) for d in range(len(rule.dims))]
             lengths = [self.tables.lengths(dim) for dim in rule.dims]
             key = tuple(id(columns) for columns in (*tables, *lengths))
             if key not in self._runs:
                 self._runs[key] = _runs(tables, lengths)
-            self._numbered[number, label] = self._runs[key]
-        return self._numbered[number, label]
+            found = self._runs_of[number, label] = self._runs[key]
+        return found
+
+
+def _classes(layout: Layout, rule: BufferRule) -> Classes:
+    sizes = num_entries(rule)
+    num = math.prod(sizes)
+    weight = np.cumprod((1, *sizes), dtype=np.int64)[:-1]
+    of_rank = np.where(layout.exists(rule), layout.entries(rule) @ weight, -1)
+    order = np.argsort(of_rank, kind="stable")
+    return Classes(
+        entry=np.arange(num)[:, None] // weight % np.array(sizes, dtype=np.int64),
+        weight=weight,
+        of_rank=of_rank,
+        ranks=order + layout.mesh.offset,
+        first=np.searchsorted(of_rank[order], np.arange(num + 1), "left"),
+    )
 
 
 def _runs(tables: list[Table], lengths: list[Ints]) -> Runs:
