@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardweave.layout import tiling
 from shardweave.layout.tiling import find_overlap
 
 
@@ -84,3 +86,48 @@ def test_keys_of_large_numbers_do_not_overflow() -> None:
     assert find_overlap(group, low, high) is None
     low[777, 0] -= 2 * 10**14
     assert find_overlap(group, low, high) == (775, 777)
+
+
+@pytest.mark.parametrize("pairs", [1, 7, 1 << 20])
+def test_pairs_answer_as_pieces_do(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
+    """The way for staggered boxes, forced on boxes of any kind, with blocks that end anywhere."""
+    monkeypatch.setattr(tiling, "_MOST_PIECES", 0)
+    monkeypatch.setattr(tiling, "_PAIRS", pairs)
+    rng = np.random.default_rng(pairs)
+    found = 0
+    for _ in range(300):
+        n, dims = int(rng.integers(2, 12)), int(rng.integers(2, 5))
+        group = rng.integers(0, 2, n)
+        low = rng.integers(0, 12, (n, dims))
+        high = low + rng.integers(1, 6, (n, dims))
+        wanted = any(
+            group[i] == group[j] and bool(((low[i] < high[j]) & (low[j] < high[i])).all())
+            for i in range(n)
+            for j in range(i)
+        )
+        pair = find_overlap(group, low, high)
+        assert (pair is not None) == wanted
+        if pair is not None:
+            i, j = pair
+            found += 1
+            assert group[i] == group[j] and ((low[i] < high[j]) & (low[j] < high[i])).all()
+    assert 0 < found < 300
+
+
+def test_staggered_boxes_take_bounded_memory() -> None:
+    """Thin disjoint rods along all three axes: cut at every edge they would be millions of pieces."""
+    n = 700
+    at = np.arange(n)
+    low = np.zeros((3 * n, 3), dtype=np.int64)
+    high = np.full((3 * n, 3), 3 * n, dtype=np.int64)
+    for axis, (a, b) in enumerate([(1, 2), (2, 0), (0, 1)]):
+        rods = slice(axis * n, (axis + 1) * n)
+        # Of two rods along different axes one is at residue 0 and one at 1 in the dim that they share.
+        low[rods, a], low[rods, b] = 3 * at, 3 * ((at * 11) % n) + 1
+        high[rods, a], high[rods, b] = low[rods, a] + 1, low[rods, b] + 1
+    tracemalloc.start()
+    assert find_overlap(np.zeros(3 * n, dtype=np.int64), low, high) is None
+    assert tracemalloc.get_traced_memory()[1] < 256 << 20
+    tracemalloc.stop()
+    low[0, 1], high[0, 1] = 0, 3 * n
+    assert find_overlap(np.zeros(3 * n, dtype=np.int64), low, high) is not None

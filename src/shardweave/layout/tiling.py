@@ -3,15 +3,21 @@
 Boxes are cut along one dim at every edge of a box of their group, which turns the question into
 the same one with a dim less, in smaller groups; in the last dim it is a sort. The dim that makes
 the fewest cuts goes first. For boxes that come from products of dims, which is what every plan
-is made of, nothing is cut twice and the cost is O(n log n); boxes staggered on purpose in every
-dim can cost more, never a wrong answer.
+is made of, nothing is cut twice and the cost is O(n log n). Boxes that are staggered in every dim
+would fall into ever more pieces; they are compared pair by pair along the dim that tells most of
+them apart, in bounded memory.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from shardweave.layout.table import Ints
+from shardweave.layout.table import Ints, within
+
+_MOST_PIECES = 8
+"""How many pieces a box may fall into, on average, before pairs are cheaper."""
+_PAIRS = 1 << 20
+"""Pairs that are compared at once."""
 
 
 def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
@@ -61,10 +67,36 @@ def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
         best = min(range(len(left)), key=lambda k: int((cuts[k][1] - cuts[k][0]).sum()))
         first, last = cuts[best]
         counts = last - first
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        row, group = np.repeat(row, counts), np.repeat(first, counts) + within
+        if int(counts.sum()) > _MOST_PIECES * len(row):
+            return _compare_pairs(row, group, low, high, left)
+        row, group = np.repeat(row, counts), np.repeat(first, counts) + within(counts)
         group = np.unique(group, return_inverse=True)[1].astype(np.int64)
         left.pop(best)
+
+
+def _compare_pairs(row: Ints, group: Ints, low: Ints, high: Ints, left: list[int]) -> tuple[int, int] | None:
+    """Two boxes of one group that overlap in all dims that are left, by comparing neighbours in one."""
+    low, high = low[np.ix_(row, left)], high[np.ix_(row, left)]
+    span = int(high.max()) + 1
+    begin, end = low + group[:, None] * span, high + group[:, None] * span
+    # Sorted by where they begin, a box can only overlap with those that begin before it ends.
+    orders = np.argsort(begin, axis=0, kind="stable")
+    reach = [
+        np.searchsorted(begin[order, d], end[order, d]) - np.arange(1, len(row) + 1)
+        for d, order in enumerate(orders.T)
+    ]
+    best = int(np.argmin([int(counts.sum()) for counts in reach]))
+    order, counts = orders[:, best], reach[best]
+    blocks = np.cumsum(counts) // _PAIRS
+    for block in range(int(blocks[-1]) + 1):
+        i = np.flatnonzero(blocks == block)
+        first = np.repeat(i, counts[i])
+        second = first + 1 + within(counts[i])
+        a, b = order[first], order[second]
+        hit = np.flatnonzero(((low[a] < high[b]) & (low[b] < high[a])).all(axis=1))
+        if len(hit):
+            return _pair(row, int(a[hit[0]]), int(b[hit[0]]))
+    return None
 
 
 def _ranked(low: Ints, high: Ints) -> tuple[Ints, Ints]:
