@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,19 +41,49 @@ class Difference:
     num_elements: int
 
 
-def differences(compared: Plan, left: Manifest, right: Manifest) -> Iterator[Difference]:
+def differences(
+    compared: Plan, left: Manifest, right: Manifest, *, progress: Callable[[int], None] | None = None
+) -> Iterator[Difference]:
     """Every block of the plan whose bits differ, as its first differing element.
+
+    A block is of one member of its tensor: of one layer, and of one expert.
 
     Args:
         compared: From the left's arrays to the right's.
         left: Where the plan reads.
         right: Where the plan would write.
+        progress: Told of bytes compared.
     """
     with Reader(left) as a, Reader(right) as b:
         for copy in compared.copies():
-            found = _compare(copy, a, b)
-            if found is not None:
-                yield found
+            for block in _by_member(copy):
+                found = _compare(block, a, b)
+                if progress is not None:
+                    progress(block.dst_box.numel * itemsize(b.manifest.tensors[block.dst_name].dtype))
+                if found is not None:
+                    yield found
+
+
+def _by_member(copy: Copy) -> Iterator[Copy]:
+    """A copy as one copy for each member of its tensor, where the arrays have several stacked."""
+    split = range(len(copy.family.tensor.index))
+    for turn in itertools.product(*(range(len(copy.elements.dims[d])) for d in split)):
+        yield replace(
+            copy,
+            src_box=_only(copy.src_box, copy.src_dims, turn),
+            dst_box=_only(copy.dst_box, copy.dst_dims, turn),
+            elements=_only(copy.elements, range(len(copy.elements.dims)), turn),
+        )
+
+
+def _only(box: Box, dims: Sequence[int], turn: tuple[int, ...]) -> Box:
+    """A box at one position of each index dim; ``dims`` says which dim of the tensor each of its dims is."""
+    return Box(
+        tuple(
+            mine[turn[d] : turn[d] + 1] if d < len(turn) else mine
+            for d, mine in zip(dims, box.dims, strict=True)
+        )
+    )
 
 
 def _compare(copy: Copy, a: Reader, b: Reader) -> Difference | None:

@@ -1,0 +1,86 @@
+"""``shardweave check``: is a checkpoint whole and consistent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardweave.cli import options
+from shardweave.cli.common import FINDING, print_facts, print_finding, print_json, print_table, progress, stdout, table
+
+if TYPE_CHECKING:
+    from shardweave.convert.check import Checked
+    from shardweave.errors import ShardweaveError
+
+_STYLES = {"proved": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+def check(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", exists=True, help="The checkpoint: a folder, or one file.")
+    ],
+    config: options.Config = None,
+    no_digests: Annotated[
+        bool, typer.Option("--no-digests", help="Do not read the weights to compare digests.")
+    ] = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Prove that a checkpoint is whole and consistent.
+
+    Its files and index, its names and shapes against the model, every byte
+    accounted for, copies compared, recorded digests verified.
+    Exits with 1 where something is wrong.
+    """
+    from shardweave.convert.check import check as look
+
+    with progress("reading", quiet=as_json) as tell:
+        checked = look(path, config=config, digests=not no_digests, progress=tell)
+    if as_json:
+        print_json(_plain(checked))
+    else:
+        _print(checked)
+    for finding in checked.findings:
+        print_finding(finding)
+    if not checked.whole:
+        raise typer.Exit(FINDING)
+
+
+def _print(checked: Checked) -> None:
+    found = f"{checked.format} checkpoint" if checked.format else "no known checkpoint"
+    print_facts({"path": f"{checked.root}\n{found}"})
+    console = stdout()
+    console.print()
+    shown = table("", "", "")
+    for step in checked.steps:
+        shown.add_row(step.name, f"[{_STYLES[step.state]}]{step.state}[/]", step.detail)
+    print_table(shown)
+    console.print()
+    if checked.whole:
+        left = [step.name for step in checked.steps if step.state == "skipped"]
+        console.print(f"Nothing is wrong{'; not looked at: ' + ', '.join(left) if left else ''}.")
+
+
+def _plain(checked: Checked) -> dict[str, Any]:
+    return {
+        "path": str(checked.root),
+        "format": checked.format,
+        "whole": checked.whole,
+        "steps": [
+            {"name": step.name, "state": step.state, "detail": step.detail} for step in checked.steps
+        ],
+        "findings": [plain_error(finding) for finding in checked.findings],
+    }
+
+
+def plain_error(error: ShardweaveError) -> dict[str, str]:
+    """An error as plain values."""
+    return {
+        "error": type(error).__name__,
+        "rule": error.rule,
+        "where": error.where,
+        "equation": error.equation,
+        "hint": error.hint,
+    }

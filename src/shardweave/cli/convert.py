@@ -1,0 +1,222 @@
+"""``shardweave convert``: from one checkpoint to another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardweave.cli import options
+from shardweave.cli.common import (
+    format_bytes,
+    parse_count,
+    parse_size,
+    plural,
+    print_facts,
+    print_json,
+    print_table,
+    progress,
+    stdout,
+    table,
+)
+from shardweave.cli.plan import job_report, print_report
+
+if TYPE_CHECKING:
+    from shardweave.convert import Account, Job, Report
+
+_RUN = "How it runs"
+
+
+def convert(
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", exists=True, help="The checkpoint: a folder, or one file.")
+    ],
+    dst: Annotated[
+        Path, typer.Argument(metavar="DST", help="The folder to write; it appears whole or not at all.")
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, or megatron (alias torch_dist).")],
+    config: options.Config = None,
+    tp: options.Tp = None,
+    pp: options.Pp = None,
+    ep: options.Ep = None,
+    etp: options.Etp = None,
+    vpp: options.Vpp = None,
+    stages: options.Stages = None,
+    spec: options.Spec = None,
+    layer_keys: options.LayerKeys = None,
+    vocab_divisor: options.VocabDivisor = None,
+    dtype: options.Dtype = None,
+    stacked_experts: options.StackedExperts = False,
+    max_file_size: options.MaxFileSize = "5GB",  # type: ignore[assignment]
+    memory: Annotated[
+        int,
+        typer.Option(
+            "--memory",
+            parser=parse_size,
+            metavar="SIZE",
+            help="The most that buffers take.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "128MiB",  # type: ignore[assignment]
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            parser=parse_count,
+            metavar="N",
+            help="Threads. Default: one a core, at most 8.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Replace what DST holds; start an unfinished run over.", rich_help_panel=_RUN
+        ),
+    ] = False,
+    no_digests: Annotated[
+        bool,
+        typer.Option("--no-digests", help="Record no digests beside the weights.", rich_help_panel=_RUN),
+    ] = False,
+    no_fsync: Annotated[
+        bool, typer.Option("--no-fsync", help="Do not wait for the disk.", rich_help_panel=_RUN)
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_RUN)
+    ] = False,
+    as_json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Convert a checkpoint, from and to hf or megatron.
+
+    The source's format is recognised; its model is read from its config.
+    The conversion is proved before a byte moves. One that was stopped goes on
+    when the same command is run again.
+    """
+    from shardweave.convert import convert as carry_out
+
+    job = options.prepared(
+        src,
+        to=to,
+        config=config,
+        stages=stages,
+        dtype=dtype,
+        stacked_experts=stacked_experts,
+        max_file_bytes=max_file_size,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        vpp=vpp,
+        spec=spec,
+        layer_keys=layer_keys,
+        vocab_divisor=vocab_divisor,
+    )
+    if dry_run:
+        _print_dry(job, dst, as_json=as_json, quiet=quiet)
+        return
+    with progress("converting", job.num_bytes, quiet=quiet) as tell:
+        report = carry_out(
+            job,
+            dst,
+            force=force,
+            memory_bytes=memory,
+            workers=workers,
+            digests=not no_digests,
+            fsync=not no_fsync,
+            progress=tell,
+        )
+    if as_json:
+        print_json(_plain(job, report))
+    elif not quiet:
+        _print(job, report)
+
+
+def _print_dry(job: Job, dst: Path, *, as_json: bool, quiet: bool) -> None:
+    held = sorted(path.name for path in dst.iterdir()) if dst.is_dir() else []
+    if as_json:
+        print_json({**job_report(job), "path": str(dst), "held": held})
+    elif not quiet:
+        print_report(job_report(job))
+        console = stdout()
+        console.print()
+        console.print("Nothing was written: this was a dry run.")
+        if held:
+            console.print(f"{dst} holds {plural(len(held), 'file')}; --force would replace them.")
+
+
+def _plain(job: Job, report: Report) -> dict[str, Any]:
+    books = report.account
+    return {
+        "source": {"path": str(job.source.manifest.root), "format": job.source.format},
+        "target": {"path": str(report.dst), "format": job.target.format, "arrays": report.num_tensors},
+        "account": {
+            "used": books.used,
+            "replica": books.replica,
+            "padding": dict(books.padding),
+            "left_out": {
+                key: {"bytes": size, "reason": books.reasons.get(key, "")}
+                for key, size in books.left_out.items()
+            },
+            "format": books.format,
+            "total": books.total,
+        },
+        "written_bytes": report.written_bytes,
+        "needed_bytes": report.needed_bytes,
+        "resumed_extents": report.resumed,
+        "seconds": round(report.seconds, 6),
+    }
+
+
+def _print(job: Job, report: Report) -> None:
+    console, books = stdout(), report.account
+    print_facts(
+        {
+            "source": f"{job.source.manifest.root} ({job.source.format})",
+            "target": f"{report.dst} ({job.target.format})",
+        }
+    )
+    console.print()
+    shown = table("read", ">bytes", ">share", "~")
+
+    def row(name: str, size: int, why: str = "") -> None:
+        shown.add_row(name, format_bytes(size), f"{size / books.total:.1%}", why)
+
+    row("used", books.used)
+    if books.replica:
+        row("replicas", books.replica, "compared, equal")
+    for name, size in books.padding.items():
+        row("padding", size, name)
+    for why, keys in _by_reason(books).items():
+        row("left out", sum(keys.values()), f"{plural(len(keys), 'key')}, {why}:\n" + "\n".join(_alike(keys)))
+    row("format", books.format, "headers, indexes, alignment")
+    row("total", books.total)
+    print_table(shown)
+    console.print()
+    ratio = report.written_bytes / report.needed_bytes if report.needed_bytes else 1.0
+    rate = report.written_bytes / report.seconds / 2**30 if report.seconds else 0.0
+    rows = {
+        "written": f"{format_bytes(report.written_bytes)} in {plural(report.num_tensors, 'array')}, "
+        f"{ratio:.3f} of what is needed",
+        "time": f"{report.seconds:.2f} s, {rate:.3f} GiB/s",
+    }
+    if report.resumed:
+        rows["resumed"] = f"{plural(report.resumed, 'extent')} of an earlier run kept"
+    print_facts(rows)
+
+
+def _by_reason(books: Account) -> dict[str, dict[str, int]]:
+    """What was left out, by the reason."""
+    found: dict[str, dict[str, int]] = {}
+    for key, size in books.left_out.items():
+        found.setdefault(books.reasons.get(key, "stored twice"), {})[key] = size
+    return found
+
+
+def _alike(keys: Iterable[str]) -> list[str]:
+    """Keys with their numbers as ``*``, each once."""
+    return list(dict.fromkeys(re.sub(r"\d+", "*", key) for key in keys))

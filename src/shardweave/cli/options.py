@@ -1,0 +1,161 @@
+"""Options that several verbs have, and the values that they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardweave.cli.common import parse_count, parse_size
+from shardweave.errors import GeometryError
+
+if TYPE_CHECKING:
+    from shardweave.convert import Geometry, Job
+
+FORMATS: Mapping[str, str] = {"hf": "hf", "megatron": "megatron", "torch_dist": "megatron"}
+"""Formats by the names that a command may give them."""
+
+_GEOMETRY = "Megatron target"
+
+
+def _degree(flag: str, text: str) -> Any:
+    return typer.Option(flag, parser=parse_count, metavar="N", help=text, rich_help_panel=_GEOMETRY)
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="CONFIG.json",
+        exists=True,
+        help="The model's Hugging Face config, or the folder that holds it. Default: the one in the source.",
+    ),
+]
+Tp = Annotated[int | None, _degree("--tp", "Tensor parallel degree.")]
+Pp = Annotated[int | None, _degree("--pp", "Pipeline stages.")]
+Ep = Annotated[int | None, _degree("--ep", "Expert parallel degree.")]
+Etp = Annotated[int | None, _degree("--etp", "Expert tensor parallel degree; needed with --ep and --tp.")]
+Vpp = Annotated[int | None, _degree("--vpp", "Virtual chunks a pipeline stage.")]
+Stages = Annotated[
+    str | None,
+    typer.Option(
+        "--stages",
+        metavar="8,8,7,7",
+        help="Layers of each stage and chunk, in layer order. Default: even.",
+        rich_help_panel=_GEOMETRY,
+    ),
+]
+Spec = Annotated[
+    str | None,
+    typer.Option(
+        "--spec",
+        metavar="te|local",
+        help="The layer spec, which names some norms. Default: te.",
+        rich_help_panel=_GEOMETRY,
+    ),
+]
+LayerKeys = Annotated[
+    str | None,
+    typer.Option(
+        "--layer-keys",
+        metavar="KIND",
+        help="auto, stacked, per_layer or singleton: how layers are keyed. Default: auto.",
+        rich_help_panel=_GEOMETRY,
+    ),
+]
+VocabDivisor = Annotated[
+    int | None, _degree("--vocab-divisor", "The vocabulary is padded to a multiple of N * tp. Default: 128.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Store all weights in this dtype; rounds where narrower."),
+]
+StackedExperts = Annotated[
+    bool, typer.Option("--stacked-experts", help="hf: the experts of a layer as one array.")
+]
+MaxFileSize = Annotated[
+    int,
+    typer.Option(
+        "--max-file-size", parser=parse_size, metavar="SIZE", help="Start another file beyond this."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+"""Read by the class of the command, not by the verb."""
+
+
+def format_named(name: str) -> str:
+    """The format of a name.
+
+    Raises:
+        GeometryError: There is none.
+    """
+    if name not in FORMATS:
+        raise GeometryError(
+            "a checkpoint is written in a known format",
+            equation=f"--to {name!r} is not one of {', '.join(FORMATS)}",
+            hint="--to hf or --to megatron",
+        )
+    return FORMATS[name]
+
+
+def geometry(to: str, stages: str | None, **given: Any) -> Geometry | None:
+    """The geometry of a Megatron target; ``None`` where nothing of it is given.
+
+    Raises:
+        GeometryError: Something is given for a format without geometry, or ``stages`` is no list.
+    """
+    from shardweave.convert import Geometry
+
+    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if stages is not None:
+        try:
+            values["stages"] = tuple(int(size) for size in stages.split(","))
+        except ValueError:
+            raise GeometryError(
+                "the stages of a pipeline are numbers of layers",
+                equation=f"--stages {stages!r}",
+                hint="write --stages 8,8,7,7",
+            ) from None
+    if to == "hf" and values:
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in values)
+        raise GeometryError(
+            "a Hugging Face checkpoint stores whole tensors",
+            equation=f"--to hf with {flags}",
+            hint=f"leave out {flags}, or write --to megatron",
+        )
+    return Geometry(**values) if values else None
+
+
+def prepared(
+    src: Path,
+    *,
+    to: str,
+    config: Path | None,
+    stages: str | None,
+    dtype: str | None,
+    stacked_experts: bool,
+    max_file_bytes: int,
+    **given: Any,
+) -> Job:
+    """The conversion that a command asks for, decided and proved."""
+    from shardweave.convert import prepare
+
+    name = format_named(to)
+    if name != "hf" and stacked_experts:
+        raise GeometryError(
+            "only Hugging Face targets choose how experts are stored here",
+            equation=f"--to {to} with --stacked-experts",
+            hint="choose --layer-keys for Megatron",
+        )
+    return prepare(
+        src,
+        to=name,
+        config=config,
+        geometry=geometry(name, stages, **given),
+        dtype=dtype,
+        stacked_experts=stacked_experts,
+        max_file_bytes=max_file_bytes,
+    )
