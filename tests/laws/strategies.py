@@ -40,19 +40,25 @@ labels = st.sampled_from(["", "q", "k", "gate.weight", "pad"])
 labels_and_padding = labels | st.just(PAD)
 
 
+counts = st.sampled_from([0, 1, 1, 2, 3, 5])
+
+
 @st.composite
-def runs(draw: st.DrawFn, label: st.SearchStrategy[str | None] = labels_and_padding) -> Run:
+def runs(
+    draw: st.DrawFn,
+    label: st.SearchStrategy[str | None] = labels_and_padding,
+    count: st.SearchStrategy[int] = counts,
+) -> Run:
     """A run with small numbers, so that runs meet, overlap and repeat; counts 0, 1 and 2 are common."""
-    return Run(
-        draw(label),
-        draw(st.integers(0, 12)),
-        draw(st.sampled_from([0, 1, 1, 2, 3, 5])),
-        draw(st.integers(1, 4)),
-    )
+    return Run(draw(label), draw(st.integers(0, 12)), draw(count), draw(st.integers(1, 4)))
 
 
 def dims(label: st.SearchStrategy[str | None] = labels_and_padding) -> st.SearchStrategy[Dim]:
     return st.lists(runs(label), max_size=7).map(Dim)
+
+
+# Long runs of few labels: most of them have indices in common.
+crowded_dims = st.lists(runs(st.sampled_from(["", "", "q", PAD]), st.integers(1, 12)), max_size=4).map(Dim)
 
 
 def items_of(given: list[Run]) -> list[Item]:
@@ -106,9 +112,9 @@ def regrouped(draw: st.DrawFn, items: list[Item]) -> list[Run]:
 
 ranges = st.builds(
     lambda start, count, step: range(start, start + count * step, step),
-    st.integers(0, 8),
     st.integers(0, 5),
-    st.integers(1, 4),
+    st.sampled_from([0, 1, 2, 4, 7]),
+    st.sampled_from([1, 1, 2, 3]),
 )
 
 
@@ -232,7 +238,11 @@ def _rules(
     stored = ".".join(["stored", name, *(f"{{{index[i][0]}}}" for i in separate)])
     transform = draw(st.sampled_from([IDENTITY, Transform("scale", 0.1), Transform("neg_exp")]))
     dtype = draw(st.sampled_from(["", "bfloat16"]))
-    return BufferRule(stored, parts, tuple(columns), tuple(stacked), tuple(numbers), (), dtype, transform)
+    where: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    if axes and draw(st.booleans()):  # replicas, and not on every rank
+        axis = axes.pop()
+        where = ((axis, tuple(draw(st.sets(st.sampled_from(range(mesh.axis_size(axis))), min_size=1)))),)
+    return BufferRule(stored, parts, tuple(columns), tuple(stacked), tuple(numbers), where, dtype, transform)
 
 
 @st.composite

@@ -74,6 +74,20 @@ def test_intersection_of_ranges(a: range, b: range) -> None:
     assert list(intersect_range(a, b)) == sorted(set(a) & set(b))
 
 
+SHORT = sorted(
+    {range(a, b, step) for a in range(7) for b in range(a, 8) for step in (1, 2, 3)},
+    key=lambda r: (r.start, len(r)),
+)
+
+
+def test_every_pair_of_short_ranges() -> None:
+    for a, b in itertools.product(SHORT, repeat=2):
+        common = sorted(set(a) & set(b))
+        assert list(intersect_range(a, b)) == common
+        rest = [i for box in subtract(Box((a,)), Box((b,))) for i in box.dims[0]]
+        assert sorted(rest) == sorted(set(a) - set(b))
+
+
 def test_intersection_costs_no_walk() -> None:
     a, b = range(1, 10**15, 10**6), range(3, 10**15, 10**6 + 1)
     common = intersect_range(a, b)
@@ -124,25 +138,31 @@ def test_the_bound_of_flat_boxes_is_reached() -> None:
     assert len(flat_boxes((4, 5, 6), 7, 113)) == 5
 
 
-@given(boxes_inside())
-def test_flat_interval(case: tuple[tuple[int, ...], Box]) -> None:
-    shape, box = case
+def check_storage(shape: tuple[int, ...], box: Box) -> None:
     found = flat(shape, box)
     one_stretch = bool(found) and found == list(range(found[0], found[0] + len(found)))
     assert flat_interval(shape, box) == ((found[0], found[-1] + 1) if one_stretch else None)
-
-
-@given(boxes_inside())
-def test_contiguous_runs(case: tuple[tuple[int, ...], Box]) -> None:
-    shape, box = case
     count, length = contiguous_runs(shape, box)
-    found = flat(shape, box)
     assert count * length == len(found)
     for start in range(0, len(found), max(length, 1)):
         assert found[start : start + length] == list(range(found[start], found[start] + length))
     if all(dim.step == 1 for dim in box.dims) and found:
         # Without steps the stretches are as long as they can be.
         assert count == 1 + sum(b != a + 1 for a, b in itertools.pairwise(found))
+
+
+@given(boxes_inside())
+def test_storage(case: tuple[tuple[int, ...], Box]) -> None:
+    check_storage(*case)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2), (3, 2, 3), (2, 1, 4), (5, 3)])
+def test_storage_of_every_box(shape: tuple[int, ...]) -> None:
+    slices = [
+        {range(a, b, step) for a in range(n + 1) for b in range(a, n + 1) for step in (1, 2)} for n in shape
+    ]
+    for box in {Box(dims) for dims in itertools.product(*slices)}:
+        check_storage(shape, box)
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,18 @@ def test_ranks_that_a_rule_does_not_tell_apart_hold_the_same(layout: Layout) -> 
                 for group in layout.mesh.groups(axis):
                     assert len({buffers[rank - layout.mesh.offset] for rank in group}) == 1
         for d, dim in enumerate(rule.dims):
+            at = {}
+            for rank in layout.mesh.ranks:
+                coordinate = layout.mesh.coordinate(rank)
+                entry, stride = 0, 1
+                for axis in dim.axes if isinstance(dim, Sharded) else ():
+                    entry, stride = entry + coordinate[axis] * stride, stride * layout.mesh.axis_size(axis)
+                absent = any(coordinate[axis] not in values for axis, values in rule.where)
+                at[rank] = -1 if absent else entry
+                assert (buffers[rank - layout.mesh.offset] is None) == absent
+            assert entries[:, d].tolist() == list(at.values())
             for entry in range(len(dim.dims) if isinstance(dim, Sharded) else 1):
-                expected = [
-                    rank for rank in layout.mesh.ranks if entries[rank - layout.mesh.offset][d] == entry
-                ]
-                assert layout.ranks_of(rule, d, entry).tolist() == expected
+                assert layout.ranks_of(rule, d, entry).tolist() == [r for r, e in at.items() if e == entry]
 
 
 # --- worked examples ----------------------------------------------------------------------------

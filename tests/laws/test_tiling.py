@@ -82,10 +82,31 @@ def test_keys_of_large_numbers_do_not_overflow() -> None:
     n = 5000
     low = np.stack([np.arange(n) * 10**14, np.zeros(n, dtype=np.int64)], 1)
     high = low + np.array([10**14, 10**18])
+    group = np.arange(n) // 2  # two boxes a group, thousands of groups far apart
+    assert find_overlap(group, low, high) is None
+    low[777, 0] -= 10**13
+    assert find_overlap(group, low, high) == (776, 777)
+
+
+@pytest.mark.parametrize("num_dims", [2, 3])
+def test_boxes_staggered_in_every_dim(num_dims: int) -> None:
+    n = 3000
+    steps = np.arange(n)[:, None] * np.ones(num_dims, dtype=np.int64)
+    low, high = steps * 2, steps * 2 + 5  # each overlaps its next two in every dim
+    low[:, 0], high[:, 0] = np.arange(n) * 5, np.arange(n) * 5 + 5  # and none in the first
     group = np.arange(n) % 2
     assert find_overlap(group, low, high) is None
-    low[777, 0] -= 2 * 10**14
-    assert find_overlap(group, low, high) == (775, 777)
+    high[1500, 0] += 6
+    assert find_overlap(group, low, high) == (1500, 1502)
+    # Nested boxes fall into the most pieces; each holds the next, but in different groups.
+    low, high = (
+        np.repeat(np.arange(n)[:, None], num_dims, 1),
+        np.repeat(3 * n - np.arange(n)[:, None], num_dims, 1),
+    )
+    assert find_overlap(np.arange(n), low, high) is None
+    group = np.arange(n)
+    group[2000] = group[17]
+    assert find_overlap(group, low, high) == (17, 2000)
 
 
 @pytest.mark.parametrize("pairs", [1, 7, 1 << 20])

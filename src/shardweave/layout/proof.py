@@ -109,6 +109,8 @@ class _Unions:
                 ),
                 hint="declare the part a replica (Part(replica=True)) where the copies are meant to agree",
             )
+        if int(found.pieces.count.sum()) == len(domain):  # atoms are disjoint and inside: all of it
+            return _ranges(domain)
         order = np.argsort(found.pieces.start, kind="stable")
         return _ranges(Dim(_run(found.pieces, int(k)) for k in order))
 

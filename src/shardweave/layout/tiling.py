@@ -52,17 +52,10 @@ def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
         if len(left) == 1:
             d = left[0]
             order = np.lexsort((low[row, d], group))
-            starts, groups = low[row, d][order], group[order]
-            # Within a group compare with the furthest end so far; groups are far apart in this key.
-            span = int(high[row, d].max()) + 1
-            ends = np.maximum.accumulate(high[row, d][order] + groups * span)
-            hit = np.flatnonzero((groups[1:] == groups[:-1]) & (starts[1:] + groups[1:] * span < ends[:-1]))
-            if not len(hit):
-                return None
-            second = int(hit[0]) + 1
-            same = np.flatnonzero(groups[:second] == groups[second])
-            first = same[np.argmax(high[row, d][order][same])]
-            return _pair(row, order[first], order[second])
+            starts, ends, groups = low[row, d][order], high[row, d][order], group[order]
+            # Where any two overlap, two neighbours do: what begins between them begins inside the first.
+            hit = np.flatnonzero((groups[1:] == groups[:-1]) & (starts[1:] < ends[:-1]))
+            return _pair(row, order[hit[0]], order[hit[0] + 1]) if len(hit) else None
         cuts = [_slabs(group, low[row, d], high[row, d]) for d in left]
         best = min(range(len(left)), key=lambda k: int((cuts[k][1] - cuts[k][0]).sum()))
         first, last = cuts[best]
