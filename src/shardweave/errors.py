@@ -13,20 +13,33 @@ class ShardweaveError(Exception):
     """The root of all errors of this package.
 
     Args:
-        rule: The rule that broke, as a statement about the world ("the index lists a missing file").
+        rule: The rule that broke, as what should hold ("the files that an index lists are there").
         where: Tensor, dim, axis, rank, or file and byte offset. May be empty.
         equation: Expected and got, with names and numbers. May be empty.
         hint: What the reader can do now.
     """
 
     def __init__(self, rule: str, *, where: str = "", equation: str = "", hint: str) -> None:
-        self.rule, self.where, self.equation, self.hint = rule, where, equation, hint
-        head = ": ".join(part for part in (rule, where, equation) if part)
-        super().__init__(f"{head}. hint: {hint}")
+        self.rule, self.where, self.equation, self.hint = map(_one_line, (rule, where, equation, hint))
+        head = ": ".join(part for part in (self.rule, self.where, self.equation) if part)
+        super().__init__(f"{head}. hint: {self.hint}")
+
+    @property
+    def page(self) -> str:
+        """The page of the documentation that explains the error: its usual causes and what to do."""
+        return f"docs/errors/{type(self).__name__}.md"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process borders; the default would call __init__ with the joined text.
         return _rebuild, (type(self), self.rule, self.where, self.equation, self.hint)
+
+
+def _one_line(text: str) -> str:
+    """The text with line breaks, escape sequences and lone surrogates spelled out.
+
+    Parts quote file names, keys and other messages; none of them may forge or break a line of a log.
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _rebuild(cls: type[ShardweaveError], rule: str, where: str, equation: str, hint: str) -> ShardweaveError:
@@ -161,3 +174,9 @@ class JournalError(ShardweaveError, ValueError):
 
 class AccountingError(ShardweaveError, ValueError):
     """Some byte of the source was neither used, nor a replica, nor padding, nor left out by name."""
+
+
+class WriteError(ShardweaveError, OSError):
+    """The operating system refuses a write: the disk is full, a quota is reached, rights are missing."""
+
+    __str__ = Exception.__str__

@@ -205,12 +205,12 @@ def test_a_folder_without_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("specs", "error", "words"),
     [
-        ([("a", "uint8", (2,)), ("a", "uint8", (3,))], FormatError, "key must not occur twice: 'a'"),
+        ([("a", "uint8", (2,)), ("a", "uint8", (3,))], FormatError, "key occurs once: 'a'"),
         ([("a", "float4", (2,))], DtypeError, "dtype='float4'"),
         ([("__metadata__", "uint8", (2,))], FormatError, "the format's own"),
-        ([("a\ud800", "uint8", (2,))], FormatError, "a key must be text"),
-        ([("a", "uint8", (2, -3))], FormatError, "shape must be"),
-        ([("a", "uint8", (2, True))], FormatError, "shape must be"),
+        ([("a\ud800", "uint8", (2,))], FormatError, "a key is text"),
+        ([("a", "uint8", (2, -3))], FormatError, "a shape is a list"),
+        ([("a", "uint8", (2, True))], FormatError, "a shape is a list"),
         ([("a", "float64", (2**31, 2**31))], FormatError, "63 bits"),
         ([("a", "uint8", (2,), (((0,), (1,)), ((1,), (1,))))], FormatError, "whole"),
         ([("k" * MAX_HEADER_BYTES, "uint8", (2,))], FormatError, "longer than readers accept"),
@@ -227,7 +227,7 @@ def test_refuses_to_write_what_readers_refuse(
 
 def test_refuses_bad_places_and_options(tmp_path: Path) -> None:
     spec = TensorSpec("a", "uint8", (2,), (((0,), (2,)),))
-    with pytest.raises(MissingFileError, match="must exist"):
+    with pytest.raises(MissingFileError, match="folder to write into exists"):
         allocate(tmp_path / "none", [spec])
     with pytest.raises(FormatError, match="max_file_bytes=0 < 1"):
         allocate(tmp_path, [spec], max_file_bytes=0)
@@ -364,7 +364,7 @@ def test_scalars_and_rows_of_a_repeated_storage(tmp_path: Path) -> None:
     assert load(manifest, "s").tobytes() == bytes([5, 6, 7, 8])
     with pytest.raises(OverlapError):
         load(manifest, "t")
-    with pytest.raises(FormatError, match="not be larger than the files"):
+    with pytest.raises(FormatError, match="is not larger than the files"):
         load(manifest, "h")
     with pytest.raises(OutsideError, match="not negative"):
         load(manifest, "n")

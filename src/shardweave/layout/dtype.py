@@ -39,7 +39,7 @@ def itemsize(dtype: str) -> int:
     if dtype not in _DTYPES:
         raise DtypeError(
             "a dtype is known",
-            equation=f"{dtype!r} is not among {', '.join(_DTYPES)}",
+            equation=f"dtype({dtype!r}) is not among {', '.join(_DTYPES)}",
             hint="use torch's name without the 'torch.'",
         )
     return _DTYPES[dtype][0]

@@ -56,7 +56,7 @@ class Mesh:
             if len(set(names)) != len(names) or not all(n > 0 and LABEL.fullmatch(name) for name, n in view):
                 raise MeshError(
                     "the axes of a mesh are words, each once, with positive sizes",
-                    where="a mesh",
+                    where=f"mesh of {len(view)} axes",
                     equation=f"axes({_format_axes(view)})",
                     hint="name each axis once; leave out axes that do not exist",
                 )

@@ -93,7 +93,7 @@ def grouped(config: Config, found: Heads) -> Heads:
             "query heads fall into equal groups that share K and V",
             f"num_attention_heads({found.num_heads}) % num_key_value_heads({found.num_kv_heads}) "
             f"= {found.num_heads % found.num_kv_heads} != 0",
-            "one of the two is wrong, or given for another model",
+            "correct the one that is wrong, or take the config that belongs to the weights",
         )
     return found
 

@@ -133,7 +133,7 @@ class Config:
                     "a config has no parts beyond those that its family describes",
                     where=self.where,
                     equation=f"{key}={_brief(self.values[key])} is not {' or '.join(map(str, allowed))}",
-                    hint="what this key adds or changes is not described; use a config without it",
+                    hint="use a model without it: what this key adds or changes is not described here",
                 )
 
     def fail(self, rule: str, equation: str, hint: str) -> ModelError:
@@ -226,14 +226,14 @@ def load(path: Path) -> Mapping[str, Any]:
             "a config is one JSON object with each key once",
             where=str(file),
             equation=str(error),
-            hint="fix the file",
+            hint="correct it at that place, or take the config.json of the model again",
         ) from None
     if not isinstance(value, dict):
         raise FormatError(
             "a config is one JSON object",
             where=str(file),
             equation=f"got {_brief(value)}",
-            hint="give config.json",
+            hint="give the model's config.json, which starts with {",
         )
     return value
 

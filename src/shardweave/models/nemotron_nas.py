@@ -83,7 +83,7 @@ def _attention(config: Config, num_heads: int, head_dim: int) -> Heads | None:
             "query heads fall into equal groups that share K and V",
             f"num_attention_heads({num_heads}) is not n_heads_in_group({group}) "
             f"* num_key_value_heads({num_heads // group if given is None else given})",
-            "one of them is wrong, or given for another model",
+            "correct the one that is wrong, or take the config that belongs to the weights",
         )
     return Heads(num_heads, num_heads // group, head_dim)
 

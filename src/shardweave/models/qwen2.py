@@ -32,7 +32,7 @@ def check_layer_types(config: Config, num_layers: int) -> None:
         raise config.fail(
             "every layer has a type",
             f"layer_types={types!r} does not list num_hidden_layers({num_layers})",
-            "one of the two is wrong",
+            "correct the one that is wrong, or take the config that belongs to the weights",
         )
     plain = ("full_attention", "sliding_attention")
     for layer, kind in enumerate(types):
@@ -40,7 +40,7 @@ def check_layer_types(config: Config, num_layers: int) -> None:
             raise config.fail(
                 "every layer is softmax attention",
                 f"layer_types[{layer}]={kind!r} is not one of {', '.join(plain)}",
-                "other layers have other tensors, which this family does not describe",
+                "use a model of plain attention: the tensors of other layers are not described here",
             )
 
 

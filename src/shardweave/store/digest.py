@@ -82,17 +82,17 @@ def verify(
     strangers += [f"{key!r} has no record" for key in manifest.tensors if key not in recorded]
     if strangers:
         raise DigestError(
-            "digests and tensors must be of the same keys",
+            "digests and tensors are of the same keys",
             where=str(manifest.root),
             equation=some(strangers),
-            hint="the digests belong to another checkpoint, or files were added or lost since",
+            hint="restore the files, or the digests, that belong together; or record digests anew",
         )
     found = compute(manifest, max_bytes=max_bytes)
     wrong = [key for key, digest in found.items() if digest != recorded[key]]
     if wrong:
         files = {key: " and ".join(sorted({e.file for e in manifest.tensors[key].extents})) for key in wrong}
         raise DigestError(
-            "bytes do not have the digest that was recorded for them",
+            "bytes have the digest that was recorded for them",
             where=str(manifest.root),
             equation=some(f"{key!r} in {files[key]}: {recorded[key]} != {found[key]}" for key in wrong),
             hint="these files are damaged or were written again; restore them from their source",
@@ -125,7 +125,7 @@ def read_sidecar(root: Path) -> dict[str, str]:
         or not all(isinstance(digest, str) and _HEX.fullmatch(digest) for digest in tensors.values())
     ):
         raise FormatError(
-            "recorded digests must be 32 hex digits by key, of a known algorithm",
+            "recorded digests are 32 hex digits by key, of a known algorithm",
             where=str(root / SIDECAR),
             equation=f"algorithm={found.get('algorithm')!r:.40}, expected {ALGORITHM!r}",
             hint="compute and write them again from a checkpoint that you trust",

@@ -48,7 +48,7 @@ def check_name(name: str, *, where: str) -> None:
     else:
         return
     raise PathError(
-        "a named path must be plain and relative",
+        "a named path is plain and relative",
         where=where,
         equation=f"{name[:200]!r} {reason}",
         hint="do not use this checkpoint unless you know who wrote the name; correct it by hand if you do",
@@ -81,7 +81,7 @@ def inside(root: Path, name: str, *, where: str) -> Path:
         reason = f"{name[:200]!r} leads to {str(target)!r}"
     if target is None or not any(target.is_relative_to(folder) for folder in allowed):
         raise PathError(
-            "a named path must stay inside its folder",
+            "a named path stays inside its folder",
             where=where,
             equation=reason,
             hint="replace the link by the file itself, or read the folder that it leads to",

@@ -74,7 +74,7 @@ class Allow:
         if self.others and not known and all(part.isidentifier() for part in f"{module}.{name}".split(".")):
             return Global(module, name)
         raise PickleError(
-            "a pickle wants a name outside the allow-list",
+            "a pickle names only what is on the allow-list",
             where=where,
             equation=f"it names {module[:200]}.{name[:200]}",
             hint="nothing of it was executed; do not load this file with pickle or torch.load either "
@@ -174,10 +174,10 @@ def load(data: bytes | memoryview, *, allow: Allow, where: str, stored: Callable
         raise
     except (IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PickleError(
-            "a pickle must be well formed",
+            "a pickle is well formed",
             where=f"{where}, byte {machine.at} of the pickle",
             equation=f"{type(error).__name__}: {str(error)[:200]}",
-            hint="the file is damaged, or it is no pickle that torch or Python writes for plain data",
+            hint="fetch the file again; if it stays so, neither torch nor Python wrote it",
         ) from error
 
 

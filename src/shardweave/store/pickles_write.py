@@ -29,7 +29,10 @@ def dump(value: Any) -> bytes:
         _write(value, out, memo)
     except RecursionError:
         raise PickleError(
-            "values for a pickle must be a finite tree", equation="nested too deeply", hint="flatten them"
+            "values for a pickle are a finite tree",
+            where=f"a {type(value).__qualname__} to be pickled",
+            equation="it is nested too deeply, or holds itself",
+            hint="break the cycle, or flatten the values",
         ) from None
     return bytes(out + b".")
 
@@ -77,7 +80,7 @@ def _write(value: Any, out: bytearray, memo: dict[Any, int]) -> None:
     else:
         raise PickleError(
             "only plain values and stand-ins are written as a pickle",
-            equation=f"got a {kind.__module__}.{kind.__qualname__}",
+            equation=f"type({kind.__module__}.{kind.__qualname__})",
             hint="convert it to numbers, text, lists and dicts first",
         )
 
@@ -92,7 +95,7 @@ def _write_int(value: int, out: bytearray) -> None:
         if len(digits) > 255:
             raise PickleError(
                 "an integer in a pickle has at most 255 bytes",
-                equation=f"got {len(digits)}",
+                equation=f"bytes({len(digits)}) > 255",
                 hint="store it as text",
             )
         out += b"\x8a" + bytes([len(digits)]) + digits
@@ -178,10 +181,10 @@ def _plain_key(key: Any, where: str) -> Any:
 
 def _too_big(equation: str, where: str) -> PickleError:
     return PickleError(
-        "what a pickle records beside tensors must be plain and small",
+        "what a pickle records beside tensors is plain and small",
         where=where,
         equation=equation,
-        hint="this is no record that a training framework writes; look at where the file comes from",
+        hint="no training framework writes such a record; do not load the file before you know its origin",
     )
 
 

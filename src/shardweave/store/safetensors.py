@@ -65,11 +65,14 @@ def read(root: Path) -> Manifest:
         index = _choose_index(root, [name for name in names if name.endswith(_INDEX_SUFFIX)])
         return _read_indexed(root, index, files) if index else _read_plain(root, files)
     if not root.exists():
-        raise MissingFileError("there is no such checkpoint", where=str(root), hint="check the path")
+        raise MissingFileError(
+            "a checkpoint exists", where=str(root), hint="correct the path, or mount the disk that it is on"
+        )
     if root.suffix != ".safetensors":
         raise FormatError(
             "a checkpoint of this format is a folder or a .safetensors file",
             where=str(root),
+            equation=f"suffix({root.suffix!r}) is not '.safetensors'",
             hint=f"give the folder that holds {SINGLE} or {INDEX}",
         )
     path = root.resolve() if root.is_symlink() else root
@@ -81,7 +84,7 @@ def _choose_index(root: Path, indexes: Sequence[str]) -> str | None:
         return INDEX if indexes else None
     if len(indexes) > 1:
         raise FormatError(
-            "it must be clear which index counts",
+            "it is clear which index of a folder counts",
             where=str(root),
             equation=f"{len(indexes)} indexes and none is {INDEX}: {some(indexes)}",
             hint=f"rename the one that counts to {INDEX}",
@@ -104,14 +107,14 @@ def _read_plain(root: Path, files: Sequence[str]) -> Manifest:
         used = list(files)
     elif not files:
         raise MissingFileError(
-            "the folder holds no safetensors file",
+            "the folder of a checkpoint holds its safetensors files",
             where=str(root),
             equation=f"neither {SINGLE} nor {INDEX} found",
-            hint="check the path",
+            hint="give the folder that holds them; a hub cache has them in snapshots/<revision>/",
         )
     else:
         raise FormatError(
-            "without an index it must be clear which files belong together",
+            "without an index it is clear which files belong together",
             where=str(root),
             equation=f"{len(files)} files: {some(files)}",
             hint=f"restore {INDEX}, or give the path of one file",
@@ -124,7 +127,7 @@ def _read_plain(root: Path, files: Sequence[str]) -> Manifest:
     }
     if twice:
         raise IndexMismatchError(
-            "a tensor lies in several files and no index says which one counts",
+            "a tensor lies in one file, or an index says which one counts",
             where=str(root),
             equation=some(f"{key!r} in {' and '.join(names)}" for key, names in twice.items()),
             hint=f"restore {INDEX}, or move the file that does not belong to the checkpoint away",
@@ -139,14 +142,14 @@ def _complete_set(root: Path, stem: str, count: str, files: Sequence[str]) -> li
     if len(files) < number:
         missing = list(islice((name for name in expected if name not in files), 100))
         raise MissingFileError(
-            "a set of numbered files must be complete",
+            "a set of numbered files is complete",
             where=str(root),
             equation=f"{len(files)} of {number} files found, missing {some(missing, limit=100)}",
             hint="copy or download the missing files; do not load the checkpoint partially",
         )
     if set(files) != set(islice(expected, len(files) + 1)):
         raise FormatError(
-            "a set of numbered files must count from 1 to its number, each once",
+            "a set of numbered files counts from 1 to its number, each once",
             where=str(root),
             equation=f"{len(files)} files for a set of {number}: {some(files)}",
             hint="move files of another save away, or restore the index",
@@ -161,10 +164,10 @@ def _read_indexed(root: Path, index: str, files: Sequence[str]) -> Manifest:
     _require_files(root, index, listed)
     if SINGLE in files and SINGLE not in paths:
         raise FormatError(
-            f"{SINGLE} beside an index that does not list it leaves two checkpoints in one folder",
+            "a folder holds one checkpoint",
             where=str(root),
-            equation=f"listed: {some(listed)}",
-            hint="common loaders disagree about which one counts; move the one away that does not",
+            equation=f"{SINGLE} lies beside {index}, which lists only {some(listed)}",
+            hint="loaders disagree about which one counts; move the one away that does not",
         )
     headers = {name: read_header(path, name) for name, path in paths.items()}
     holders = _holders(headers)
@@ -183,7 +186,7 @@ def _read_indexed(root: Path, index: str, files: Sequence[str]) -> Manifest:
     # Older writers recorded a float; an exact one is not a lie.
     if isinstance(claimed, bool) or claimed != total:
         raise IndexMismatchError(
-            "the index must give the true size of its tensors",
+            "an index gives the true size of its tensors",
             where=index,
             equation=f"metadata.total_size={claimed!r:.100} != sum of tensor bytes={total}",
             hint="index and files are of different revisions; download both again",
@@ -202,7 +205,7 @@ def _read_index(root: Path, index: str) -> tuple[dict[str, str], dict[str, Any]]
     else:
         return weight_map, metadata
     raise FormatError(
-        f"an index must hold {wrong}",
+        f"an index holds {wrong}",
         where=index,
         equation=f"top-level keys: {some(map(repr, found))}",
         hint="write the index again with the software that saved the checkpoint",
@@ -221,7 +224,7 @@ def _require_files(root: Path, index: str, listed: Sequence[str]) -> None:
         missing.append(f"{name} (the folder holds {alike[0]!r}, which differs in case)" if alike else name)
     if missing:
         raise MissingFileError(
-            "the index lists files that are not there",
+            "the files that an index lists are there",
             where=f"{root}/{index}",
             equation=f"{len(missing)} of {len(listed)} files missing: {some(missing, limit=1000)}",
             hint="copy or download the missing files; do not load the checkpoint partially",
@@ -249,7 +252,7 @@ def _require_agreement(
         faults.append(f"{len(unlisted)} held but not listed: {some(unlisted)}")
     if faults:
         raise IndexMismatchError(
-            "the index and the headers of its files contradict each other",
+            "an index and the headers of its files agree",
             where=index,
             equation=f"index entries={len(weight_map)}, keys in headers={len(holders)}; {'; '.join(faults)}",
             hint="download index and files of one revision again; loading would leave tensors out",
@@ -379,7 +382,7 @@ def finish(manifest: Manifest, *, fsync: bool = True) -> None:
     changed = [key for key in {**found, **manifest.tensors} if found.get(key) != manifest.tensors.get(key)]
     if changed:
         raise FormatError(
-            "headers must stay as they were laid out",
+            "headers stay as they were laid out",
             where=str(root),
             equation=f"{len(changed)} tensors changed: {some(map(repr, changed))}",
             hint="write each tensor at its extent's start and no byte elsewhere",
@@ -409,14 +412,14 @@ def _fsync(path: Path) -> None:
 def _require_room(root: Path) -> None:
     if not root.is_dir():
         raise MissingFileError(
-            "the folder to write into must exist", where=str(root), hint="create the folder first"
+            "the folder to write into exists", where=str(root), hint="create the folder first"
         )
     present = [name for name in _names(root) if name.endswith((".safetensors", _INDEX_SUFFIX))]
     if present:
         raise ExistsError(
-            "the folder to write into already holds safetensors files",
+            "the folder to write into holds no safetensors files",
             where=str(root),
-            equation=some(present),
+            equation=f"it holds {some(present)}",
             hint="write into a new folder; files of two saves must not mix",
         )
 
@@ -424,13 +427,13 @@ def _require_room(root: Path) -> None:
 def _require_specs(tensors: Sequence[TensorSpec], max_file_bytes: int, metadata: Mapping[str, str]) -> None:
     if max_file_bytes < 1:
         raise FormatError(
-            "a file must have room for tensors",
+            "a file has room for tensors",
             equation=f"max_file_bytes={max_file_bytes} < 1",
             hint="give a positive number of bytes",
         )
     if not all(is_utf8(text) for pair in metadata.items() for text in pair):
         raise FormatError(
-            f"{METADATA} must map text to text",
+            f"{METADATA} maps text to text",
             equation=f"metadata={dict(metadata)!r:.200}",
             hint="turn keys and values into strings",
         )
@@ -439,7 +442,7 @@ def _require_specs(tensors: Sequence[TensorSpec], max_file_bytes: int, metadata:
         check_spec(spec)
         if spec.key in keys:
             raise FormatError(
-                "a key must not occur twice",
+                "a key occurs once",
                 where=repr(spec.key),
                 equation=f"{len(tensors)} tensors, {len({s.key for s in tensors})} keys",
                 hint="store each tensor once and under its own key",

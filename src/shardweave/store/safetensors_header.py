@@ -85,22 +85,22 @@ def _parse_file(fd: int, size: int, name: str, *, where: str) -> Header:
     length = int.from_bytes(head[:8], "little")
     if head.startswith(b"version https://git-lfs"):
         raise FormatError(
-            "the file is a git-lfs pointer and not a safetensors file",
+            "a safetensors file is the file itself, not its git-lfs pointer",
             where=where,
             equation=f"file size={size}, first bytes={head[:40]!r}",
             hint="fetch the real file with 'git lfs pull'",
         )
     if length > MAX_HEADER_BYTES or head[8:9] not in (b"{", b""):
         raise FormatError(
-            "not a safetensors file, or one whose header is longer than any reader accepts",
+            "a safetensors file starts with a header that readers accept",
             where=where,
             equation=f"file size={size}, header length={length} of at most {MAX_HEADER_BYTES}, "
             f"first bytes={head[:40]!r}",
-            hint="check with which software the file was saved, and that it is no pointer or error page",
+            hint="look at its first bytes (an error page? another format?) and download it again",
         )
     if 8 + length > size:
         raise TruncatedError(
-            "a file ends within its header",
+            "a file holds its whole header",
             where=where,
             equation=f"8 + header length={length} > file size={size}",
             hint="copy or download the file again",
@@ -109,14 +109,14 @@ def _parse_file(fd: int, size: int, name: str, *, where: str) -> Header:
     metadata = header.pop(METADATA, {})
     if not is_text_map(metadata):
         raise FormatError(
-            f"{METADATA} must map text to text",
+            f"{METADATA} maps text to text",
             where=where,
             equation=f"found {str(metadata)[:100]!r}",
             hint="save the file again with metadata as strings",
         )
     if _DCP_SHARDS in metadata:
         raise FormatError(
-            "the file holds shards of tensors, not tensors",
+            "a file holds whole tensors, not shards of them",
             where=where,
             equation=f"{METADATA} has {_DCP_SHARDS}",
             hint="consolidate it first with torch.distributed.checkpoint's HuggingFace tools",
@@ -134,9 +134,9 @@ def _parse_tensors(
     for start, stop, dtype, shape, key in entries:
         if start != end:
             raise FormatError(
-                "tensors of a file must not leave a hole"
+                "the tensors of a file leave no hole"
                 if start > end
-                else "tensors of a file must not overlap",
+                else "the tensors of a file do not overlap",
                 where=f"{key!r} in {where}",
                 equation=f"data_offsets start={start} != end of the tensor before={end}",
                 hint=_HINT,
@@ -146,14 +146,14 @@ def _parse_tensors(
         tensors[key] = StoredTensor(key, dtype, shape, (extent,))
     if data + end > size:
         raise TruncatedError(
-            "a file ends before the bytes that its header promises",
+            "a file holds all bytes that its header promises",
             where=where,
             equation=f"header and tensors={data + end} > file size={size}",
             hint="copy or download the file again",
         )
     if data + end < size:
         raise FormatError(
-            "a file must end with its last tensor",
+            "a file ends with its last tensor",
             where=where,
             equation=f"header and tensors={data + end} < file size={size}",
             hint="the bytes behind belong to no tensor; save the file again",
@@ -165,7 +165,7 @@ def _parse_entry(key: str, entry: Any, where: str) -> tuple[int, int, str, tuple
     where = f"{key!r} in {where}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(
-            "a tensor must be described by dtype, shape and data_offsets",
+            "a tensor is described by dtype, shape and data_offsets",
             where=where,
             equation=f"found {reprlib.repr(entry)}",
             hint=_HINT,
@@ -174,7 +174,7 @@ def _parse_entry(key: str, entry: Any, where: str) -> tuple[int, int, str, tuple
     if not isinstance(code, str) or code not in DTYPES:
         small = code in _SUB_BYTE
         raise DtypeError(
-            "a dtype smaller than a byte cannot be cut" if small else "a dtype is unknown",
+            "a dtype is at least a byte wide" if small else "the dtype of a stored tensor is known",
             where=where,
             equation=f"dtype={reprlib.repr(code)} not in {sorted(DTYPES)}",
             hint="store it as uint8 with its packing stated" if small else _HINT,
@@ -183,7 +183,7 @@ def _parse_entry(key: str, entry: Any, where: str) -> tuple[int, int, str, tuple
     size = _prove_shape(shape, dtype, where=where)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise FormatError(
-            "data_offsets must be two whole numbers that span the tensor's bytes",
+            "data_offsets are two whole numbers that span the tensor's bytes",
             where=where,
             equation=f"data_offsets={reprlib.repr(offsets)}, {reprlib.repr(shape)} x {dtype} = {size} bytes",
             hint=_HINT,
@@ -195,7 +195,7 @@ def _prove_shape(shape: Any, dtype: str, *, where: str) -> int:
     """The bytes of a tensor whose shape is one: no dim and no product of dims beyond 63 bits."""
     if not _are_sizes(shape) or len(shape) > _MAX_RANK:
         raise FormatError(
-            f"shape must be a list of at most {_MAX_RANK} whole numbers from 0 to 2**63 - 1",
+            f"a shape is a list of at most {_MAX_RANK} whole numbers from 0 to 2**63 - 1",
             where=where,
             equation=f"shape={reprlib.repr(shape)}",
             hint=_HINT,
@@ -203,7 +203,7 @@ def _prove_shape(shape: Any, dtype: str, *, where: str) -> int:
     # Products are taken as if no dim were 0: readers overflow on them whatever follows.
     if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] >= 2**63:
         raise FormatError(
-            "the size of a tensor must fit 63 bits",
+            "the size of a tensor fits 63 bits",
             where=where,
             equation=f"product of shape={reprlib.repr(shape)} x {dtype} >= 2**63 bytes",
             hint=_HINT,
@@ -227,14 +227,17 @@ def check_spec(spec: TensorSpec) -> None:
     where = f"{spec.key!r:.200}"
     if spec.dtype not in _CODES:
         raise DtypeError(
-            "the format has no such dtype",
+            "a dtype is one that the format has",
             where=where,
             equation=f"dtype={spec.dtype!r} not in {sorted(_CODES)}",
             hint="convert it to a listed dtype first",
         )
     if not is_utf8(spec.key) or spec.key == METADATA:
         raise FormatError(
-            "a key must be text and not the format's own", where=where, hint="rename the tensor"
+            "a key is text and not the format's own",
+            where=where,
+            equation=f"key({spec.key!r:.200})",
+            hint="rename the tensor",
         )
     if spec.chunks not in ((), (((0,) * len(spec.shape), spec.shape),)):
         raise FormatError(
@@ -276,7 +279,7 @@ def render_header(
     text += b" " * (-(8 + len(text)) % _ALIGN)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(
-            "a header must not be longer than readers accept",
+            "a header is not longer than readers accept",
             where=name,
             equation=f"{len(tensors)} tensors need {len(text)} bytes > {MAX_HEADER_BYTES}",
             hint="lower max_file_bytes so that fewer tensors share a file, or shorten keys and metadata",

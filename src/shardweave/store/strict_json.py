@@ -26,7 +26,7 @@ def read_json(path: Path, *, where: str) -> dict[str, Any]:
         size = os.fstat(fd).st_size
         if size > _MAX_BYTES:
             raise FormatError(
-                "a JSON file must be of a sane size",
+                "a JSON file is of a sane size",
                 where=where,
                 equation=f"size={size} > {_MAX_BYTES}",
                 hint="download the file again",
@@ -47,7 +47,7 @@ def parse_json(text: bytes, *, where: str) -> dict[str, Any]:
         if len(found) < len(pairs):
             key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             raise FormatError(
-                "a key must not occur twice in one JSON object",
+                "a key occurs once in a JSON object",
                 where=where,
                 equation=f"key={key[:200]!r}",
                 hint="readers disagree about which one counts; save the file again",
@@ -74,7 +74,7 @@ def parse_json(text: bytes, *, where: str) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:
         raise FormatError(
-            "the text is not a JSON object",
+            "a JSON file holds one JSON object",
             where=where,
             equation=f"{len(text)} bytes: {str(error)[:200]}",
             hint="the file is damaged or of another format; download it again",

@@ -154,7 +154,7 @@ def object_bytes(manifest: Manifest, key: str) -> bytes:
     places = manifest.records.get("objects", {})
     if key not in places:
         raise UnknownNameError(
-            "a checkpoint must hold the object that is asked for",
+            "a checkpoint holds the object that is asked for",
             where=str(manifest.root),
             equation=f"object {key!r} not among {len(places)}",
             hint="the keys are in the manifest's records['objects']",
@@ -164,10 +164,10 @@ def object_bytes(manifest: Manifest, key: str) -> bytes:
         data, start, stop = files[place["file"]], place["offset"], place["offset"] + place["length"]
         if stop > len(data):
             raise TruncatedError(
-                "a file must hold the objects that its index lists",
+                "a file holds the objects that its index lists",
                 where=place["file"],
                 equation=f"stop({stop}) > file({len(data)})",
-                hint="the file changed since the manifest was read; read it again",
+                hint="read the manifest again: the file changed since",
             )
         return bytes(data[start:stop])
 
@@ -206,14 +206,16 @@ def _folder(root: Path) -> Path:
             "a tracker file names a folder with a torch_dist checkpoint",
             where=str(root / TRACKER),
             equation=f"{name}/{INDEX} is not there",
-            hint="the save broke off, or the checkpoint is of Megatron's older format (mp_rank_*)",
+            hint="use an earlier iteration if the save broke off; Megatron's older mp_rank_* is not read",
         )
     unfinished = sorted(path.name for path in root.glob(f"*{INDEX}.tmp")) if root.is_dir() else []
     raise MissingFileError(
         "a torch_dist folder has an index",
         where=str(root),
         equation=f"{INDEX} is not there" + (f", {unfinished[0]} is" if unfinished else ""),
-        hint="the save never finished" if unfinished else f"give the folder that holds {INDEX}, a dot file",
+        hint="use an earlier iteration: this save never finished"
+        if unfinished
+        else f"give the folder that holds {INDEX}, a dot file",
     )
 
 
@@ -222,10 +224,10 @@ def _small_file(root: Path, name: str) -> bytes:
     size = path.stat().st_size
     if size > _MAX_SIDE_BYTES:
         raise FormatError(
-            "an index must be small beside its tensors",
+            "an index is small beside its tensors",
             where=str(path),
             equation=f"{size} bytes > {_MAX_SIDE_BYTES}",
-            hint="this is no file that torch or Megatron writes",
+            hint="torch and Megatron write no such file; fetch it again, or look at where it comes from",
         )
     return path.read_bytes()
 
@@ -235,7 +237,7 @@ def _config(root: Path) -> dict[str, Any]:
     backend = config.get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(
-            "a Megatron checkpoint must be of the torch_dist backend",
+            "a Megatron checkpoint is of the torch_dist backend",
             where=str(root / CONFIG),
             equation=f"sharded_backend({backend!r:.80}) != 'torch_dist'",
             hint="save it once more with the Megatron that wrote it and --ckpt-format torch_dist",
@@ -250,7 +252,7 @@ def _opened(root: Path, names: list[str]) -> Iterator[dict[str, torch_save.Buffe
     missing = [name for name, path in paths.items() if not path.is_file()]
     if missing:
         raise MissingFileError(
-            "an index names files that are not there",
+            "the files that an index names are there",
             where=str(root),
             equation=f"missing {len(missing)} of {len(names)}: {', '.join(missing[:50])}",
             hint="copy the whole folder; every rank of the save wrote files of its own",
@@ -277,7 +279,7 @@ def _extent(files: Mapping[str, torch_save.Buffer], key: str, dtype: str, box: C
     found = (tensor.dtype, tensor.shape) if type(tensor) is TensorAt else type(tensor).__name__
     if found != (dtype, box[1]):
         raise IndexMismatchError(
-            "a stream must hold what the index says of it",
+            "a stream holds what its index says of it",
             where=f"{name}, stream at byte {start}, {key!r}",
             equation=f"index says {(dtype, box[1])}, stream holds {found}",
             hint="index and files are of different saves; copy the whole folder again",
@@ -296,14 +298,14 @@ def _prove_streams(places: Mapping[Any, Place], sizes: Mapping[str, int]) -> Non
     for name, start, length in sorted(places.values()):
         if start + length > sizes[name]:
             raise TruncatedError(
-                "a file must hold the streams that its index lists",
+                "a file holds the streams that its index lists",
                 where=name,
                 equation=f"start({start}) + length({length}) > file({sizes[name]})",
                 hint="the copy or the save of this file broke off; fetch it again",
             )
         if last[0] == name and start < last[1]:
             raise OverlapError(
-                "two streams of a file must not share bytes",
+                "the streams of a file share no bytes",
                 where=name,
                 equation=f"one ends at {last[1]}, the next starts at {start}",
                 hint="the index was edited or merged by hand; write it again with torch",
@@ -321,7 +323,7 @@ def prove_tiling(tensors: Iterable[StoredTensor]) -> None:
     for tensor in tensors:
         if (both := _overlap(tensor)) is not None:
             raise OverlapError(
-                "no element may be stored in two chunks",
+                "an element is stored in one chunk",
                 where=repr(tensor.key),
                 equation=" and ".join(f"chunk at {e.offset} of shape {e.shape}" for e in both),
                 hint="nobody can say which of the two is right; save the checkpoint again",
@@ -329,7 +331,7 @@ def prove_tiling(tensors: Iterable[StoredTensor]) -> None:
         stored, needed = sum(extent.numel for extent in tensor.extents), math.prod(tensor.shape)
         if stored != needed:
             raise GapError(
-                "the chunks of a tensor must cover it",
+                "the chunks of a tensor cover it",
                 where=f"{tensor.key!r}, box {_gap(tensor)}",
                 equation=f"elements stored({stored}) != prod(shape{tensor.shape})({needed})",
                 hint="torch would leave the rest at its old values; find the missing chunks or save again",
@@ -352,7 +354,7 @@ def _overlap(tensor: StoredTensor) -> tuple[Extent, Extent] | None:
     pairs = int((stop - np.arange(len(stop)) - 1).sum())
     if pairs > _MAX_PAIRS:
         raise FormatError(
-            "chunks must be told apart by one of their dims",
+            "chunks are told apart by one of their dims",
             where=repr(tensor.key),
             equation=f"{len(extents)} chunks, {pairs} pairs to compare > {_MAX_PAIRS}",
             hint="no known software cuts tensors so; look at where the index comes from",

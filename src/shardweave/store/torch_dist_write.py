@@ -177,14 +177,14 @@ def _as_laid_out(root: Path, name: str, size: int) -> io.FileIO:
     path = inside(root, name, where=str(root))
     if not path.is_file():
         raise MissingFileError(
-            "files must stay as they were laid out",
+            "files stay as they were laid out",
             where=str(path),
             equation="it is gone",
             hint="allocate the folder anew and write its payloads again",
         )
     if path.stat().st_size != size:
         raise TruncatedError(
-            "files must stay as they were laid out",
+            "files stay as they were laid out",
             where=str(path),
             equation=f"size({path.stat().st_size}) != {size}",
             hint="write each extent at its start and no byte elsewhere; allocate the folder anew",
@@ -212,7 +212,7 @@ def _close(
 def _boxes(spec: TensorSpec) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
     if spec.dtype not in ITEMSIZE:
         raise DtypeError(
-            "a tensor to store must have a dtype of known width",
+            "a tensor to store has a dtype of known width",
             where=repr(spec.key),
             equation=f"dtype {spec.dtype}",
             hint=f"known are {', '.join(ITEMSIZE)}",
@@ -223,7 +223,7 @@ def _boxes(spec: TensorSpec) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]
         )
         if not fits:
             raise OutsideError(
-                "a chunk must lie inside its tensor",
+                "a chunk lies inside its tensor",
                 where=repr(spec.key),
                 equation=f"offset{offset} + size{shape} in shape{spec.shape}",
                 hint="cut the boxes from the tensor's own shape",
@@ -254,7 +254,7 @@ def _check_records(records: Mapping[str, Any], keys: set[str]) -> None:
     odd = [key for key, data in objects.items() if type(data) is not bytes or key in keys]
     if unknown or odd:
         raise FormatError(
-            "records must be among those that the format has",
+            "records are among those that the format has",
             equation=f"unknown {unknown}" if unknown else f"object {odd[0]!r} is no stream, or a tensor too",
             hint=f"known are {', '.join(_RECORDS)}; objects are bytes, see torch_dist.object_bytes",
         )

@@ -95,7 +95,7 @@ class Index:
         if stray:
             key, offset = min(stray, key=str)
             raise IndexMismatchError(
-                "each stream of an index must belong to a chunk or an object of the index",
+                "each stream of an index belongs to a chunk or an object of the index",
                 where=self.where,
                 equation=f"{len(stray)} do not, one is {key!r} at offset {offset}",
                 hint="the index was edited or merged by hand; write it again with torch",
@@ -110,7 +110,7 @@ class Index:
             raise self._unknown(f"the dtype or the layout of {key!r}")
         if dtype.name not in ITEMSIZE:
             raise DtypeError(
-                "a stored tensor must have a dtype of known width",
+                "a stored tensor has a dtype of known width",
                 where=f"{self.where}, {key!r}",
                 equation=f"dtype {dtype}",
                 hint=f"known are {', '.join(ITEMSIZE)}",
@@ -124,7 +124,7 @@ class Index:
             )
             if not inside_all:
                 raise OutsideError(
-                    "a chunk must lie inside its tensor",
+                    "a chunk lies inside its tensor",
                     where=f"{self.where}, {key!r}",
                     equation=f"offset{box[0]} + size{box[1]} in shape{shape}",
                     hint="the index is wrong; write it again with the software that saved the tensors",
@@ -141,7 +141,7 @@ class Index:
             raise self._unknown(f"a stream of {key!r} at start({start}) with length({length})")
         if info.get("transform_descriptors"):
             raise FormatError(
-                "streams must be stored as they are",
+                "streams are stored as they are",
                 where=f"{self.where}, {key!r}",
                 equation=f"transform_descriptors is {brief(info['transform_descriptors'])}",
                 hint="load and save it once with torch without the extension that compresses or encrypts",
@@ -162,7 +162,7 @@ class Index:
             return self.places[key, offset]
         except KeyError:
             raise IndexMismatchError(
-                "each chunk of an index must have a stream",
+                "each chunk of an index has a stream",
                 where=f"{self.where}, {key!r}",
                 equation=f"offset {offset} has none",
                 hint="torch would leave these elements at their old values; save the checkpoint again",
@@ -185,10 +185,10 @@ class Index:
 
     def _unknown(self, what: str) -> FormatError:
         return FormatError(
-            "an index must be what torch.distributed.checkpoint writes",
+            "an index is what torch.distributed.checkpoint writes",
             where=self.where,
             equation=f"it has {what}",
-            hint="the file is damaged, or of a version of torch that is not known here",
+            hint="fetch the file again; if it stays so, save it once more with a torch that is known here",
         )
 
 

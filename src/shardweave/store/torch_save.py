@@ -84,10 +84,10 @@ _MARKS: Final = (b"PK\x07\x08", b"PK\x03\x04", b"PK\x01\x02")
 
 def _broken(where: str, equation: str) -> FormatError:
     return FormatError(
-        "a torch.save stream must be a zip archive of stored records",
+        "a torch.save stream is a zip archive of stored records",
         where=where,
         equation=equation,
-        hint="the file is damaged or was written by something else than torch.save; fetch it again",
+        hint="fetch the file again; if it stays so, it was not written by torch.save",
     )
 
 
@@ -109,7 +109,7 @@ def records(data: Buffer, start: int, length: int, *, where: str) -> dict[str, t
     """
     if start < 0 or length < 0 or start + length > len(data):
         raise TruncatedError(
-            "a file must hold the streams that its index lists",
+            "a file holds the streams that its index lists",
             where=where,
             equation=f"start({start}) + length({length}) > file({len(data)})",
             hint="the copy or the save of this file broke off; fetch it again",
@@ -121,7 +121,7 @@ def records(data: Buffer, start: int, length: int, *, where: str) -> dict[str, t
     magic, disk, first, here, count, size, offset, comment = _END.unpack_from(data, stop)
     if magic != b"PK\x05\x06" or comment:
         raise TruncatedError(
-            "a torch.save stream must end with its zip directory",
+            "a torch.save stream ends with its zip directory",
             where=where,
             equation=f"its last {_END.size} bytes are no end record",
             hint="the copy or the save of this file broke off; fetch it again",
@@ -246,7 +246,7 @@ def _is_size(value: Any) -> bool:
 def _itemsize(dtype: str, where: str) -> int:
     if dtype not in ITEMSIZE:
         raise DtypeError(
-            "a stored tensor must have a dtype of known width",
+            "a stored tensor has a dtype of known width",
             where=where,
             equation=f"dtype {dtype}",
             hint=f"known are {', '.join(ITEMSIZE)}",

@@ -100,7 +100,7 @@ class Found:
         if self.flat:
             raise ProbeError(
                 "the buffers of a layout are products of dims",
-                equation="flat indices were found",
+                equation="what was found is flat indices",
                 hint="read boxes() of each rank, or describe the flat buffer and what lies below it apart",
             )
         columns = [[None if dims is None else dims[d] for dims in self.ranks] for d in range(len(self.order))]

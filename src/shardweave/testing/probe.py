@@ -163,7 +163,7 @@ def probe_function(spec: str, *, shape: Shape | Mapping[str, Shape], tp: int, **
         raise ProbeError(
             "a probed function can be called",
             where=repr(spec),
-            equation=f"{target!r}",
+            equation=f"got {type(target).__name__}({str(target)[:80]})",
             hint="name a function",
         )
     return probe(target, shape, ranks=tp, **options)
@@ -226,7 +226,7 @@ class _Runs:
                             "a result stays as it was given",
                             where=_where(rank, name),
                             equation="its values changed while other ranks were cut",
-                            hint="the function hands out one buffer several times; copy before returning it",
+                            hint="copy before returning: the function hands out one buffer several times",
                         )
                     read.setdefault(rank, {}).setdefault(name, []).append(value)
         return {
@@ -249,7 +249,7 @@ class _Runs:
                 "a partition function cuts for every rank",
                 where=f"rank {rank} of {self.ranks}",
                 equation=f"{type(error).__name__}: {error}",
-                hint="the function refuses this geometry; probe one that it supports",
+                hint="probe a shape and a number of ranks that the function supports",
             ) from error
         values = self._checked(rank, result)
         for name, tensor in tensors.items():
@@ -288,7 +288,7 @@ class _Runs:
                 "a partition function does the same every time",
                 where=f"rank {rank}",
                 equation=f"{_shapes(first)} != {_shapes(second)}",
-                hint="its result hangs on values, or on which ranks were cut before",
+                hint="let the result hang on shape and rank alone, not on values or earlier calls",
             )
         for name, elements in first.items():
             differs = np.argwhere(elements != second[name])
@@ -298,7 +298,7 @@ class _Runs:
                     "a partition function only moves values, the same ones every time",
                     where=f"{_where(rank, name)}, position {list(position)}",
                     equation=f"{self._name(elements[position])} != {self._name(second[name][position])}",
-                    hint="it computes with values, chooses by them, or keeps something between calls",
+                    hint="probe the cut alone: no arithmetic, no choice by values, no state between calls",
                 )
 
     def _check_once(self, rank: int, name: str, elements: Ints) -> None:

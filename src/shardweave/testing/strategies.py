@@ -182,7 +182,7 @@ def _strategies() -> Any:
         return importlib.import_module("hypothesis.strategies")
     except ModuleNotFoundError as error:
         raise MissingPackageError(
-            "the strategies of shardweave.testing need hypothesis",
+            "hypothesis is installed where the strategies of shardweave.testing are used",
             equation=str(error),
             hint="pip install hypothesis",
         ) from error

@@ -40,8 +40,8 @@ def layout(
     if experts not in ("grouped", "sequential"):
         raise GeometryError(
             "experts are stored grouped or sequentially",
-            equation=f"experts({experts!r})",
-            hint="name one of them",
+            equation=f"experts({experts!r}) is not 'grouped' or 'sequential'",
+            hint="grouped for --moe-grouped-gemm, sequential otherwise",
         )
     vocab = next(block.sizes["vocab_size"] for block in model.of("embedding"))
     padded = padded_vocab_size(vocab, tp=tp, divisor=vocab_divisor)

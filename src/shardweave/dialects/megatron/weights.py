@@ -98,7 +98,7 @@ def _fused(block: Block, path: str, roles: Mapping[str, str], fused: Dim, cut: C
             "the parts of a fused weight come together",
             where=f"weight {path!r}, layers {block.layers}",
             equation=f"the model has {', '.join(present)} of {', '.join(roles.values())}",
-            hint="Megatron has no place for half of a fused weight",
+            hint="take the config of these weights; Megatron has no place for half of a fused weight",
         )
     parts = tuple(Part(block.tensors[role], label) for label, role in roles.items())
     others = tuple(whole(n) for n in parts[0].tensor.shape[1:])
@@ -138,7 +138,7 @@ def _vocabulary(block: Block, path: str, role: str, padded: int | None) -> Itera
                 "a padded vocabulary holds the vocabulary",
                 where=f"weight {path!r}",
                 equation=f"padded_vocab({padded}) < vocab_size({size})",
-                hint="the config describes a larger vocabulary than is stored",
+                hint="give the padded size that is stored, or the config of the smaller vocabulary",
             )
         yield replace(weight, dims=(pad(weight.dims[0], padded or size), *weight.dims[1:]))
 
@@ -155,7 +155,9 @@ def weights(model: Model, *, spec: str, stored: bool, padded_vocab: int | None =
     """
     if spec not in ("te", "local"):
         raise GeometryError(
-            "a layer spec is known", equation=f"spec({spec!r}) is not te or local", hint="name the layer spec"
+            "a layer spec is known",
+            equation=f"spec({spec!r}) is not te or local",
+            hint="te for Transformer Engine's layers (the default), local for --transformer-impl local",
         )
     for block in model.blocks:
         match block.kind:
@@ -182,7 +184,7 @@ def weights(model: Model, *, spec: str, stored: bool, padded_vocab: int | None =
                     "Megatron has a place for every block of the model",
                     where=f"layers {block.layers}",
                     equation=f"block kind({block.kind!r}) is not known",
-                    hint="this model has parts that the dialect does not describe",
+                    hint="convert this model to hf; the dialect does not describe this kind of block",
                 )
 
 
