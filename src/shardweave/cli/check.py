@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardweave.cli import options
-from shardweave.cli.common import FINDING, print_facts, print_finding, print_json, print_table, progress, stdout, table
+from shardweave.cli.common import (
+    FINDING,
+    print_facts,
+    print_finding,
+    print_json,
+    print_table,
+    progress,
+    stdout,
+    table,
+)
 
 if TYPE_CHECKING:
     from shardweave.convert.check import Checked
@@ -68,9 +77,7 @@ def _plain(checked: Checked) -> dict[str, Any]:
         "path": str(checked.root),
         "format": checked.format,
         "whole": checked.whole,
-        "steps": [
-            {"name": step.name, "state": step.state, "detail": step.detail} for step in checked.steps
-        ],
+        "steps": [{"name": step.name, "state": step.state, "detail": step.detail} for step in checked.steps],
         "findings": [plain_error(finding) for finding in checked.findings],
     }
 

@@ -94,7 +94,9 @@ def _trace(ctx: Any) -> None:
 
 def print_finding(error: errors.ShardweaveError) -> None:
     """An error as two lines on stderr."""
-    print_error(": ".join(part for part in (error.rule, error.where, error.equation) if part), hint=error.hint)
+    print_error(
+        ": ".join(part for part in (error.rule, error.where, error.equation) if part), hint=error.hint
+    )
 
 
 def print_error(text: str, *, hint: str) -> None:

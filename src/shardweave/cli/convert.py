@@ -191,17 +191,23 @@ def _print(job: Job, report: Report) -> None:
         row("replicas", books.replica, "compared, equal")
     for name, size in books.padding.items():
         row("padding", size, name)
-    for why, keys in _by_reason(books).items():
-        row("left out", sum(keys.values()), f"{plural(len(keys), 'key')}, {why}:\n" + "\n".join(_alike(keys)))
+    reasons = _by_reason(books)
+    for why, keys in reasons.items():
+        row("left out", sum(keys.values()), f"{plural(len(keys), 'key')}, {why}")
     row("format", books.format, "headers, indexes, alignment")
     row("total", books.total)
     print_table(shown)
     console.print()
+    for why, keys in reasons.items():
+        console.print(f"left out, {why}:", style="dim")
+        for key in _alike(keys):
+            console.print(f"  {key}", markup=False, soft_wrap=True)
+        console.print()
     ratio = report.written_bytes / report.needed_bytes if report.needed_bytes else 1.0
     rate = report.written_bytes / report.seconds / 2**30 if report.seconds else 0.0
     rows = {
         "written": f"{format_bytes(report.written_bytes)} in {plural(report.num_tensors, 'array')}, "
-        f"{ratio:.3f} of what is needed",
+        f"{ratio:.3f} of what is needed{', padding included' if ratio > 1 else ''}",
         "time": f"{report.seconds:.2f} s, {rate:.3f} GiB/s",
     }
     if report.resumed:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardweave.cli.common import parse_count, parse_size
-from shardweave.errors import GeometryError
+from shardweave.errors import DtypeError, GeometryError
 
 if TYPE_CHECKING:
     from shardweave.convert import Geometry, Job
@@ -18,6 +18,17 @@ FORMATS: Mapping[str, str] = {"hf": "hf", "megatron": "megatron", "torch_dist": 
 """Formats by the names that a command may give them."""
 
 _GEOMETRY = "Megatron target"
+
+
+def parse_dtype(text: str) -> str:
+    """A dtype that weights can have, by torch's name."""
+    from shardweave.layout.dtype import itemsize
+
+    try:
+        itemsize(text)
+    except DtypeError as error:
+        raise typer.BadParameter(error.equation) from None
+    return text
 
 
 def _degree(flag: str, text: str) -> Any:
@@ -70,7 +81,12 @@ VocabDivisor = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Store all weights in this dtype; rounds where narrower."),
+    typer.Option(
+        "--dtype",
+        parser=parse_dtype,
+        metavar="DTYPE",
+        help="Store all weights in this dtype, rounding where it is narrower.",
+    ),
 ]
 StackedExperts = Annotated[
     bool, typer.Option("--stacked-experts", help="hf: the experts of a layer as one array.")

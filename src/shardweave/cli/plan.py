@@ -37,7 +37,7 @@ def plan(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TO", help=f"hf or megatron; with --model a layout, {NOTATION}."),
+        typer.Option("--to", metavar="TO", help="hf or megatron; with --model a layout."),
     ] = None,
     model: Annotated[
         Path | None,
@@ -54,7 +54,7 @@ def plan(
         typer.Option(
             "--from",
             metavar="LAYOUT",
-            help="Where the weights are, such as megatron:tp=8,pp=2.",
+            help=f"Where the weights are, {NOTATION}.",
             rich_help_panel="Without files",
         ),
     ] = None,
@@ -100,7 +100,7 @@ def plan(
     """
     given = dict(tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, spec=spec)  # noqa: C408 - names are the values
     given |= {"layer_keys": layer_keys, "vocab_divisor": vocab_divisor}
-    _check_one_source(src, model, from_, load, to, {**given, "stages": stages, "dtype": dtype})
+    _check_one_source(src, model, from_, load, to, {**given, "stages": stages})
     if src is not None:
         job = options.prepared(
             src,
@@ -114,7 +114,9 @@ def plan(
         )
         found, report = job.plan, job_report(job)
     else:
-        found = _stored(load) if load is not None else _live(model, from_ or "", to or "", ranks_per_node)
+        found = (
+            _stored(load) if load is not None else _live(model, dtype, from_ or "", to or "", ranks_per_node)
+        )
         report = live_report(found, ranks_per_node)
     if output is not None:
         from shardweave.plan import save
@@ -135,9 +137,7 @@ def _check_one_source(
     to: str | None,
     geometry: Mapping[str, Any],
 ) -> None:
-    ways = [
-        name for name, value in (("SRC", src), ("--model", model), ("--load", load)) if value is not None
-    ]
+    ways = [name for name, value in (("SRC", src), ("--model", model), ("--load", load)) if value is not None]
     missing = [] if to or load else ["--to"]
     if model is not None and from_ is None:
         missing.append("--from")
@@ -167,12 +167,12 @@ def _stored(path: Path) -> Plan:
     return load(path)
 
 
-def _live(model: Path | None, src: str, dst: str, ranks_per_node: int | None) -> Plan:
+def _live(model: Path | None, dtype: str | None, src: str, dst: str, ranks_per_node: int | None) -> Plan:
     from shardweave.models import from_config
     from shardweave.plan import plan as planned
 
     assert model is not None
-    described = from_config(model)
+    described = from_config(model, dtype=dtype or "")
     return planned(
         layout_of(src, described),
         layout_of(dst, described),

@@ -10,6 +10,7 @@ import typer
 
 from shardweave.cli import options
 from shardweave.cli.common import parse_count, print_json, stdout
+from shardweave.cli.expected import expected
 from shardweave.errors import NotationError
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ def probe(
         str | None,
         typer.Option(
             "--expect",
-            metavar="DIMS",
-            help="What each rank shall hold of the dim that is cut: '[0:16] | [16:32] | ...'.",
+            metavar="DIMS|RULE",
+            help="What ranks shall hold of the dim that is cut: '[0:16] | [16:32]', or a rule such as "
+            "megatron:qkv, vllm:qkv or deepspeed:NAME.",
         ),
     ] = None,
     dim: Annotated[int, typer.Option("--dim", metavar="D", help="The dim that --expect is about.")] = 0,
@@ -63,9 +65,13 @@ def probe(
 
     # As for ``python -m``: modules of the current folder can be named.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a string is wanted
+    shapes = _shapes(shape)
+    declared = (
+        None if expect is None else expected(expect, {n: sizes[dim] for n, sizes in shapes.items()}, tp)
+    )
     found = probe_function(
         function,
-        shape=_shapes(shape),
+        shape=shapes,
         tp=tp,
         dtype=dtype,
         arrays=arrays,
@@ -77,15 +83,13 @@ def probe(
         print_json(_plain(found))
     else:
         stdout().print(str(found), markup=False, soft_wrap=True)
-    if expect is not None:
-        from shardweave.layout import parse_dim
-
-        must_be(found, [parse_dim(text) for text in expect.split("|")], dim=dim)
+    if declared is not None:
+        must_be(found, declared, dim=dim)
         if not as_json:
             stdout().print("\nAs expected.")
 
 
-def _shapes(texts: list[str]) -> Any:
+def _shapes(texts: list[str]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for text in texts:
         name, _, sizes = text.rpartition("=")
@@ -93,7 +97,9 @@ def _shapes(texts: list[str]) -> Any:
             shapes[name] = tuple(int(size) for size in sizes.split(","))
         except ValueError:
             raise NotationError(
-                "a shape is numbers", equation=f"--shape {text!r}", hint="write --shape 64,16 or --shape q=64,16"
+                "a shape is numbers",
+                equation=f"--shape {text!r}",
+                hint="write --shape 64,16 or --shape q=64,16",
             ) from None
     if len(shapes) != len(texts) or (len(shapes) > 1 and "" in shapes):
         raise NotationError(
@@ -101,7 +107,7 @@ def _shapes(texts: list[str]) -> Any:
             equation=f"--shape {' --shape '.join(texts)}",
             hint="write --shape q=64,16 --shape k=16,16",
         )
-    return shapes[""] if "" in shapes else shapes
+    return shapes
 
 
 def _plain(found: Found) -> dict[str, Any]:

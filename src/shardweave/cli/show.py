@@ -1,4 +1,95 @@
-"""stub"""
+"""``shardweave show``: pictures of who holds what."""
+
 from __future__ import annotations
-def show() -> None:
-    """stub"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardweave.cli import options
+from shardweave.cli.common import stderr, stdout
+from shardweave.cli.sides import NOTATION, layout_of
+from shardweave.errors import GeometryError
+
+if TYPE_CHECKING:
+    from shardweave.layout import Layout
+    from shardweave.models import Model
+
+
+def show(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH|CONFIG.json", exists=True, help="A checkpoint, or a model's config."),
+    ],
+    as_: Annotated[
+        str | None,
+        typer.Option("--as", metavar="LAYOUT", help=f"Lay the model out like this: {NOTATION}."),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="LAYOUT", help="Where it goes from there, with --as.")
+    ] = None,
+    select: Annotated[
+        str | None,
+        typer.Option(
+            "--select", metavar="NAME", help="A buffer or tensor, or a part of a name, such as qkv."
+        ),
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE.svg", help="Write the picture there instead.")
+    ] = None,
+    config: options.Config = None,
+    dtype: options.Dtype = None,
+    debug: options.Debug = False,
+) -> None:
+    """Draw which ranks hold which rows, fused weights too.
+
+    A checkpoint is drawn as it is stored; with --as, as ranks would hold it;
+    with --as and --to, where every row goes.
+    """
+    from shardweave.show import svg as pages
+    from shardweave.show import text
+
+    model, stored = _model(path, config, dtype, as_ is None)
+    layout = layout_of(as_, model) if as_ is not None else stored
+    if layout is None:
+        raise GeometryError(
+            "a config alone has no ranks",
+            equation="neither a checkpoint nor --as is given",
+            hint="say how the model is laid out: --as megatron:tp=4,pp=2",
+        )
+    head_dim = next((block.sizes["head_dim"] for block in model.of("attention")), 0)
+    if to is not None:
+        from shardweave.plan import plan
+
+        planned = plan(layout, layout_of(to, model), allow_casts="dtype=" in to)
+        picture = (
+            pages.plan_picture(planned, select=select, head_dim=head_dim)
+            if svg is not None
+            else text.plan_picture(planned, select=select, head_dim=head_dim, width=stdout().width)
+        )
+    else:
+        picture = (
+            pages.layout_picture(layout, select=select, head_dim=head_dim)
+            if svg is not None
+            else text.layout_picture(layout, select=select, head_dim=head_dim, width=stdout().width)
+        )
+    if svg is None:
+        typer.echo(picture.rstrip("\n"))
+    else:
+        svg.write_text(picture, encoding="utf-8")
+        stderr().print(f"drawn to {svg}", markup=False)
+
+
+def _model(
+    path: Path, config: Path | None, dtype: str | None, checkpoint: bool
+) -> tuple[Model, Layout | None]:
+    """The model at a path, and how it is stored there where it is a checkpoint."""
+    from shardweave.convert import open_checkpoint
+    from shardweave.models import from_config
+
+    folder_of_config = path.is_dir() and not checkpoint and (path / "config.json").is_file()
+    if path.suffix == ".json" or folder_of_config:
+        return from_config(path, dtype=dtype or ""), None
+    found = open_checkpoint(path, config=config)
+    return found.model, found.layout

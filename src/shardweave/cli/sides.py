@@ -48,7 +48,7 @@ _HF: Mapping[str, Reader] = {"stacked_experts": _flag, "aliases": _flag}
 DIALECTS: Mapping[str, Mapping[str, Reader]] = {"megatron": _MEGATRON, "vllm": _VLLM, "hf": _HF}
 """The keys that each dialect takes, and how their values are read."""
 
-NOTATION = "DIALECT[:KEY=VALUE,...][@RANK]"
+NOTATION = "DIALECT:KEY=VALUE,... @ RANK"
 
 
 def parse_side(text: str) -> tuple[str, dict[str, Any], int]:

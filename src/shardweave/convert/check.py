@@ -125,9 +125,10 @@ def _read(root: Path) -> Manifest:
 
 
 def _files(manifest: Manifest) -> str:
+    count = len(manifest.files)
     return (
-        f"{len(manifest.tensors):,} arrays cover themselves once in {len(manifest.files):,} files "
-        f"of {sum(manifest.files.values()):,} bytes"
+        f"every element of {len(manifest.tensors):,} arrays is stored once, "
+        f"in {count:,} file{'' if count == 1 else 's'} of {sum(manifest.files.values()):,} bytes"
     )
 
 
@@ -179,7 +180,7 @@ def _check_digests(checked: Checked, manifest: Manifest, progress: Callable[[int
     else:
         size = sum(tensor.num_bytes for tensor in manifest.tensors.values())
         checked.steps.append(
-            Step("digests", PROVED, f"{len(recorded):,} arrays of {size:,} bytes are as recorded")
+            Step("digests", PROVED, f"{len(recorded):,} arrays, {size:,} bytes, are as recorded")
         )
 
 

@@ -71,9 +71,7 @@ def compare(
     """
     a, b = _open(left, left_config), _open(right, right_config)
     ours, theirs = _families(a.layout), _families(b.layout)
-    names, others = (
-        {name for tensor in found for name in tensor.names()} for found in (ours, theirs)
-    )
+    names, others = ({name for tensor in found for name in tensor.names()} for found in (ours, theirs))
     dtypes = {
         tensor.name: (ours[tensor], theirs[tensor])
         for tensor in ours
