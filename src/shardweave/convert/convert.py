@@ -8,7 +8,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardweave.convert.compare import check_replicas
 from shardweave.convert.execute import Progress, execute
 from shardweave.convert.journal import Journal
 from shardweave.convert.source import Checkpoint, open_checkpoint
-from shardweave.convert.staging import Staging, require_finished
+from shardweave.convert.staging import Staging, write_text
 from shardweave.convert.target import Geometry, Target, target
 from shardweave.errors import PathError
 from shardweave.layout import format_layout
@@ -38,6 +39,9 @@ _BESIDE = (
     "chat_template.json",
 )
 """What belongs to a model beside its weights and config; copied as it is where the source has it."""
+
+
+_DIGEST_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,6 @@ def prepare(
         stacked_experts: Whether a Hugging Face target stores the experts of a layer as one array.
         max_file_bytes: Start another file where one would grow beyond this.
     """
-    require_finished(src)
     source = open_checkpoint(src, config=config)
     wanted = target(
         source,
@@ -130,30 +133,36 @@ def convert(
     Args:
         job: From ``prepare``.
         dst: The target folder; made where it does not exist.
-        force: Whether to replace what is there, and to start an unfinished conversion over.
+        force: Whether to replace all that is there, be it an unfinished conversion of something else.
         memory_bytes: The most that buffers may take.
         workers: Threads; by default one a core, at most 8.
-        digests: Whether to record a digest of every array beside them.
+        digests: Whether to compare the source with the digests recorded beside it, where there are
+            any, and to record one of every array beside the target.
         fsync: Whether to wait until the disk has everything.
-        progress: Told ``(bytes done, bytes in all)`` from any thread.
+        progress: Told ``(bytes done, bytes in all)``, by one thread at a time.
 
     Raises:
         ExistsError: The target holds something, or another conversion runs into it.
         JournalError: An unfinished conversion of something else is there.
         ReplicaError: Stored copies of one tensor differ.
+        DigestError: The source does not have its digests.
+        WriteError: The disk is full, or the target may not be written.
     """
     start = time.monotonic()
     _check_apart(job.source.manifest.root, dst)
     books = account(job.source, job.plan)
-    check_replicas(job.source)
     identity = _identity(job)
+    workers = workers or min(8, os.cpu_count() or 1)
+    resumed = 0
     with Staging(dst, force=force) as staging:
-        if force and not staging.continues(identity):
-            staging.discard()
-        resumed = 0
         if not staging.ready:
-            with Journal(staging.root, identity) as journal:
-                resumed = len(journal.done)
+            # Before anything is staged: a source that contradicts itself leaves nothing behind.
+            if digests and (job.source.manifest.root / digest.SIDECAR).exists():
+                digest.verify(job.source.manifest)
+            check_replicas(job.source)
+        staging.take_up(identity)
+        if not staging.ready:
+            with Journal(staging.journal) as journal:
                 manifest = _lay_out(job, staging.data, fresh=not journal.done)
                 done = 0
 
@@ -163,21 +172,21 @@ def convert(
                     if progress is not None:
                         progress(done, job.num_bytes)
 
-                execute(
+                resumed = execute(
                     job.plan,
                     job.source.manifest,
                     manifest,
                     journal,
                     memory_bytes=memory_bytes,
-                    workers=workers or min(8, os.cpu_count() or 1),
+                    workers=workers,
                     crc=job.target.format == "megatron",
                     progress=tell,
                 )
                 if digests:
-                    digest.write_sidecar(staging.data, _digests(manifest, journal, memory_bytes))
-                _write_beside(job, staging.data)
+                    digest.write_sidecar(staging.data, _digests(manifest, journal, workers))
+                _write_beside(job, staging.data, fsync=fsync)
                 job.target.finish(manifest, _checksums(manifest, journal), fsync=fsync)
-        staging.publish()
+        staging.publish(fsync=fsync)
     return Report(
         dst=dst,
         num_tensors=len(job.target.specs),
@@ -217,6 +226,7 @@ def _identity(job: Job) -> dict[str, str]:
         "source": str(manifest.root.resolve()),
         "source files": fingerprint(stats),
         "source layout": fingerprint(format_layout(job.source.layout)),
+        "config": fingerprint(dict(job.source.config)),
         "format": job.target.format,
         "target layout": fingerprint(format_layout(job.target.layout)),
         "target arrays": fingerprint([specs, job.target.max_file_bytes]),
@@ -227,27 +237,31 @@ def _lay_out(job: Job, folder: Path, *, fresh: bool) -> Manifest:
     """The staged files at their full size; those of an earlier run where there are any."""
     if fresh and folder.exists():
         shutil.rmtree(folder)
-    if not folder.exists():
-        folder.mkdir()
-        return job.target.allocate(folder)
-    # Where everything lies follows from the target alone: lay it out once more, in a folder that is thrown away.
-    scratch = folder.with_name("layout")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    manifest = job.target.allocate(scratch)
-    shutil.rmtree(scratch)
-    return Manifest(folder, manifest.format, manifest.tensors, manifest.files, manifest.records)
+    folder.mkdir(exist_ok=True)
+    # Where everything lies follows from the target alone. It is laid out aside, so that what an earlier
+    # run has written stays, and what it lost is replaced.
+    aside = folder.with_name("layout")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    manifest = job.target.allocate(aside)
+    for name, size in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            (aside / name).replace(path)
+    shutil.rmtree(aside)
+    return replace(manifest, root=folder)
 
 
-def _digests(manifest: Manifest, journal: Journal, memory_bytes: int) -> dict[str, str]:
+def _digests(manifest: Manifest, journal: Journal, workers: int) -> dict[str, str]:
     """The digest of every array: taken on the way where it is one extent, read again where it is cut."""
-    cut = [key for key, tensor in manifest.tensors.items() if len(tensor.extents) != 1]
-    whole = {
-        key: str(journal.done[key, 0]["xxh3_128"])
-        for key, tensor in manifest.tensors.items()
-        if len(tensor.extents) == 1
-    }
-    return {**whole, **digest.compute(manifest, keys=cut, max_bytes=min(memory_bytes, 8 << 20))}
+
+    def of(key: str) -> str:
+        if len(manifest.tensors[key].extents) == 1:
+            return str(journal.done[key, 0]["xxh3_128"])
+        return digest.compute(manifest, keys=[key], max_bytes=_DIGEST_BYTES)[key]
+
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        return dict(zip(manifest.tensors, pool.map(of, manifest.tensors), strict=True))
 
 
 def _checksums(manifest: Manifest, journal: Journal) -> dict[Extent, int]:
@@ -260,14 +274,14 @@ def _checksums(manifest: Manifest, journal: Journal) -> dict[Extent, int]:
     return found
 
 
-def _write_beside(job: Job, folder: Path) -> None:
+def _write_beside(job: Job, folder: Path, *, fsync: bool) -> None:
     """The config that describes the weights, and what belongs to a model beside them."""
     config = dict(job.source.config)
     dtypes = {spec.dtype for spec in job.target.specs}
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = next(iter(dtypes))
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n", fsync=fsync)
     for name in _BESIDE:
         path = job.source.manifest.root / name
         if path.is_file() and not path.is_symlink():

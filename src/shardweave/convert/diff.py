@@ -122,7 +122,7 @@ def _bare(tensor: Tensor) -> Tensor:
 
 
 def _bare_layout(layout: Layout, tensors: Collection[Tensor]) -> Layout:
-    """The buffers of a layout that hold nothing but the tensors, which are equal whatever they are stored in."""
+    """The buffers of a layout that hold nothing but the given tensors, all of one dtype."""
     rules = (
         replace(rule, parts=tuple(replace(part, tensor=_bare(part.tensor)) for part in rule.parts))
         for rule in layout.rules

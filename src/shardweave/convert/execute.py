@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -22,33 +22,44 @@ import xxhash
 
 from shardweave.convert.journal import Journal
 from shardweave.convert.slabs import slabs
+from shardweave.errors import WriteError
 from shardweave.layout.box import Box, intersect_range
 from shardweave.layout.dtype import itemsize
 from shardweave.plan import Copy, Plan
+from shardweave.store.boxes import Boxes
 from shardweave.store.manifest import Extent, Manifest, StoredTensor
 from shardweave.store.paths import inside
-from shardweave.store.read import Reader
+from shardweave.store.read import Reader, read_into
 
-_SLAB_BYTES = 8 << 20
-"""Large enough for the disk, small enough to stay in cache between reading, hashing and writing."""
+_SLAB_BYTES = 1 << 20
+"""Large enough to hide the cost of a call, small enough to stay in cache from reading to writing."""
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were written since the last call."""
+"""Called with the number of bytes that were finished since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One extent of the target, and the copies that fill its tensor."""
+    """One extent of the target, and the copies that fill it."""
 
     tensor: StoredTensor
     number: int
-    extent: Extent
     copies: tuple[Copy, ...]
     padded: bool
 
+    @property
+    def extent(self) -> Extent:
+        """Where the bytes go."""
+        return self.tensor.extents[self.number]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the extent."""
+        return self.extent.numel * itemsize(self.tensor.dtype)
+
 
 def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
-    """Every extent of the target in the order of its files; one buffer rule's copies at a time."""
+    """Every extent of the target; one buffer rule's copies at a time."""
     for number, rule in enumerate(plan.dst.rules):
         buffer = rule.at(plan.dst.mesh, 0)
         if buffer is None:
@@ -58,9 +69,15 @@ def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
             by_name[copy.dst_name].append(copy)
         padded = any(None in {run.label for run in dim.runs} for dim in buffer.dims)
         for name, _ in buffer.members():
-            tensor = target.tensors[name]
+            tensor, copies = target.tensors[name], by_name[name]
+            boxes = Boxes(
+                [[r[0] for r in copy.dst_box.dims] for copy in copies],
+                [[r[-1] - r[0] + 1 for r in copy.dst_box.dims] for copy in copies],
+            )
             for i, extent in enumerate(tensor.extents):
-                yield Task(tensor, i, extent, tuple(by_name[name]), padded)
+                low = np.array(extent.offset, np.int64)
+                near = boxes.touching(low, low + np.array(extent.shape, np.int64))
+                yield Task(tensor, i, tuple(copies[c] for c in near), padded)
 
 
 def execute(
@@ -73,8 +90,8 @@ def execute(
     workers: int,
     crc: bool,
     progress: Progress,
-) -> None:
-    """Fill every extent of the target that the journal does not have.
+) -> int:
+    """Fill every extent of the target that is not filled yet.
 
     Args:
         plan: From the source's arrays to the target's.
@@ -84,76 +101,89 @@ def execute(
         memory_bytes: The most that buffers may take, all workers together.
         workers: Threads; reading, copying, hashing and writing all run without the interpreter's lock.
         crc: Whether the target's format needs CRC-32 beside the digests.
-        progress: Told of bytes written.
+        progress: Told of bytes written or found written, by one thread at a time.
+
+    Returns:
+        How many extents an earlier run had filled.
+
+    Raises:
+        WriteError: The operating system refuses a write.
     """
-    # Each worker has a slab, and a scratch buffer of twice its size inside the reader.
-    slab_bytes = max(1 << 16, min(_SLAB_BYTES, memory_bytes // (3 * workers)))
-    local = threading.local()
+    # Each worker has a slab, and a buffer of at most the same size inside the reader.
+    slab_bytes = max(1 << 16, min(_SLAB_BYTES, memory_bytes // (2 * workers)))
+    local, telling, stop = threading.local(), threading.Lock(), threading.Event()
     states: list[_Worker] = []
 
-    def run(task: Task) -> None:
-        if not hasattr(local, "worker"):
-            local.worker = _Worker(source, target, slab_bytes)
-            states.append(local.worker)
-        facts = local.worker.write(task, crc, progress)
-        journal.add(task.tensor.key, task.number, **facts)
+    def tell(count: int) -> None:
+        with telling:
+            progress(count)
+        if stop.is_set():
+            raise CancelledError
 
-    todo = (task for task in tasks(plan, target) if not _finished(task, journal, target, progress))
+    def run(task: Task) -> bool:
+        if not hasattr(local, "worker"):
+            local.worker = _Worker(source, target, slab_bytes, crc, tell)
+            states.append(local.worker)
+        recorded = journal.done.get((task.tensor.key, task.number))
+        if recorded is not None and local.worker.holds(task, recorded):
+            return True
+        journal.add(task.tensor.key, task.number, local.worker.write(task))
+        return False
+
+    todo, kept = tasks(plan, target), 0
     try:
         with ThreadPoolExecutor(max_workers=workers) as pool:
-            running: set[Future[None]] = {pool.submit(run, task) for task in islice(todo, 2 * workers)}
+            running = {pool.submit(run, task) for task in islice(todo, 2 * workers)}
             try:
                 while running:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
+                    kept += sum(future.result() for future in done)
                     running |= {pool.submit(run, task) for task in islice(todo, len(done))}
             except BaseException:
+                stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
     finally:
         for state in states:
             state.close()
-
-
-def _finished(task: Task, journal: Journal, target: Manifest, progress: Progress) -> bool:
-    """Whether the journal has the extent and its bytes still have the digest that it says."""
-    facts = journal.done.get((task.tensor.key, task.number))
-    if facts is None:
-        return False
-    size = task.extent.numel * itemsize(task.tensor.dtype)
-    digest = xxhash.xxh3_128()
-    with inside(target.root, task.extent.file, where=str(target.root)).open("rb") as file:
-        file.seek(task.extent.start)
-        for start in range(0, size, _SLAB_BYTES):
-            digest.update(file.read(min(_SLAB_BYTES, size - start)))
-    if digest.hexdigest() != facts.get("xxh3_128"):
-        return False
-    progress(size)
-    return True
+    return kept
 
 
 class _Worker:
     """What one thread keeps between tasks: a slab, a reader, and open files."""
 
-    def __init__(self, source: Manifest, target: Manifest, slab_bytes: int) -> None:
-        self.target = target
-        self.reader = Reader(source)
+    def __init__(
+        self, source: Manifest, target: Manifest, slab_bytes: int, crc: bool, tell: Progress
+    ) -> None:
+        self.target, self.reader = target, Reader(source)
         self.dtypes = {key: tensor.dtype for key, tensor in source.tensors.items()}
         self.slab = np.empty(slab_bytes, dtype=np.uint8)
-        self.files: dict[str, int] = {}
+        self.crc, self.tell = crc, tell
+        self.file: tuple[str, int] | None = None
 
     def close(self) -> None:
         self.reader.close()
-        for descriptor in self.files.values():
-            os.close(descriptor)
-        self.files.clear()
+        if self.file is not None:
+            os.close(self.file[1])
+            self.file = None
 
-    def write(self, task: Task, crc: bool, progress: Progress) -> Mapping[str, Any]:
+    def holds(self, task: Task, recorded: Mapping[str, Any]) -> bool:
+        """Whether the file has the bytes that the journal says."""
+        checksums = _Checksums(self.crc)
+        start, stop = task.extent.start, task.extent.start + task.num_bytes
+        for at in range(start, stop, len(self.slab)):
+            data = self.slab[: min(len(self.slab), stop - at)].data
+            read_into(self._file(task), at, data, where=task.extent.file)
+            checksums.update(data)
+        if checksums.facts().items() <= recorded.items():
+            self.tell(task.num_bytes)
+            return True
+        return False
+
+    def write(self, task: Task) -> Mapping[str, Any]:
+        """Fill an extent; returns the checksums of its bytes."""
         item = itemsize(task.tensor.dtype)
-        digest = xxhash.xxh3_128()
-        checksum = 0
-        at = task.extent.start
+        checksums, at = _Checksums(self.crc), task.extent.start
         for slab in slabs(task.extent.offset, task.extent.shape, len(self.slab) // item):
             words = self.slab[: slab.numel * item].view(f"<u{item}").reshape(slab.shape)
             if task.padded:
@@ -161,13 +191,11 @@ class _Worker:
             for copy in task.copies:
                 self._fill(copy, slab, words, task.tensor.dtype)
             data = words.reshape(-1).view(np.uint8).data
-            self._write(task.extent.file, at, data)
+            self._write(task, at, data)
+            checksums.update(data)
             at += len(data)
-            digest.update(data)
-            if crc:
-                checksum = zlib.crc32(data, checksum)
-            progress(len(data))
-        return {"xxh3_128": digest.hexdigest(), **({"crc32": checksum} if crc else {})}
+            self.tell(len(data))
+        return checksums.facts()
 
     def _fill(self, copy: Copy, slab: Box, words: np.ndarray, dtype: str) -> None:
         """Copy what a copy and a slab have in common from the source to its place in the slab."""
@@ -203,13 +231,45 @@ class _Worker:
         block = hull[tuple(slice(None, None, r.step) for r in blocks)]
         place[...] = copy.to_destination(_cast(block, source_dtype, dtype).view(f"<u{itemsize(dtype)}"))
 
-    def _write(self, name: str, at: int, data: memoryview) -> None:
-        if name not in self.files:
-            path = inside(self.target.root, name, where=str(self.target.root))
-            self.files[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    def _write(self, task: Task, at: int, data: memoryview) -> None:
         done = 0
-        while done < len(data):
-            done += os.pwrite(self.files[name], data[done:], at + done)
+        try:
+            while done < len(data):
+                done += os.pwrite(self._file(task), data[done:], at + done)
+        except OSError as error:
+            raise WriteError(
+                "the target can be written",
+                where=f"{task.extent.file} at byte {at + done}",
+                equation=error.strerror or str(error),
+                hint="make room or mend the rights, then run the same command again: what is written is kept",
+            ) from error
+
+    def _file(self, task: Task) -> int:
+        """The file of a task, open; tasks come in the order of files."""
+        name = task.extent.file
+        if self.file is None or self.file[0] != name:
+            if self.file is not None:
+                os.close(self.file[1])
+            path = inside(self.target.root, name, where=str(self.target.root))
+            self.file = name, os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return self.file[1]
+
+
+class _Checksums:
+    """The checksums that a journal keeps of an extent."""
+
+    def __init__(self, crc: bool) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._crc = 0 if crc else None
+
+    def update(self, data: memoryview) -> None:
+        self._digest.update(data)
+        if self._crc is not None:
+            self._crc = zlib.crc32(data, self._crc)
+
+    def facts(self) -> dict[str, Any]:
+        crc = {} if self._crc is None else {"crc32": self._crc}
+        return {"xxh3_128": self._digest.hexdigest(), **crc}
 
 
 def _cast(block: np.ndarray, source: str, target: str) -> np.ndarray:

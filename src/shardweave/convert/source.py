@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardweave.convert.staging import require_finished
 from shardweave.dialects import hf, megatron
 from shardweave.errors import DtypeError, FormatError, MissingFileError, ModelError, OutsideError
 from shardweave.layout import Layout
@@ -95,10 +96,12 @@ def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = Non
         ModelError: No config, or one that is not understood.
         UnknownNameError: The stored names are not those of the model.
         OutsideError: A stored shape is not what the model says.
-        FormatError and its kin: The files contradict themselves.
+        FormatError and its kin: The files contradict themselves, or are of an unfinished conversion.
     """
+    require_finished(root)
     format_ = detect(root)
     manifest = _STORES[format_].read(root)
+    require_finished(manifest.root)
     left_out = {
         key: "not a weight"
         for key in manifest.tensors

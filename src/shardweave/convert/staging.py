@@ -1,27 +1,39 @@
 """The folder in which a target is staged, and how it becomes the target.
 
 Everything is written below ``DST/.shardweave``, so that nothing outside the target is touched and
-no reader takes the target for complete. Publishing moves the finished files up, the one that
-makes a reader see them last; it can be repeated after a kill.
+no reader takes the target for complete. Its files:
+
+==================  ==============================================================================
+``lock``            held by the process that writes
+``identity.json``   what is being converted; renamed to ``ready.json`` when all files are complete
+``journal.jsonl``   which extents are written
+``new/``            the files of the target
+``old/``            what the target held before, moved away first
+``cleared``         all of that is moved away
+==================  ==============================================================================
+
+Before ``ready.json`` the target holds what it held. From then on it holds no whole checkpoint
+until the file that makes a reader see one, moved last, is in place; ``ready.json`` goes after all
+else. Publishing can be repeated after a kill at any step.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardweave.convert import journal
-from shardweave.errors import ExistsError, FormatError
+from shardweave.errors import ExistsError, FormatError, JournalError, PathError
 
 FOLDER = ".shardweave"
-_READY = "ready"
+_IDENTITY, _READY, _CLEARED, _LOCK = "identity.json", "ready.json", "cleared", "lock"
 _LAST = (".metadata", "model.safetensors.index.json", "model.safetensors")
-"""What makes a reader see a checkpoint, in any format; published after all else."""
+"""What makes a reader see a checkpoint, in any format; moved away first and published last."""
 
 
 class Staging:
@@ -29,83 +41,141 @@ class Staging:
 
     Args:
         dst: The target folder; made where it does not exist.
-        force: Whether a target that holds something, or an unfinished conversion, may be replaced.
+        force: Whether what the target holds may be replaced.
+
+    Attributes:
+        data: Where the files of the target are staged.
+        journal: The path of the journal.
 
     Raises:
         ExistsError: The target holds something, or another conversion is running into it.
+        PathError: The target is a link.
     """
 
     def __init__(self, dst: Path, *, force: bool) -> None:
-        if dst.exists() and not dst.is_dir():
-            raise ExistsError(
-                "a target is a folder", where=str(dst), equation="a file", hint="name another target"
-            )
-        held = sorted(path.name for path in dst.iterdir() if path.name != FOLDER) if dst.exists() else []
         self.dst, self.root = dst, dst / FOLDER
-        publishing = (self.root / _READY).exists()
-        if held and not force and not publishing:
-            raise ExistsError(
-                "a target is empty",
-                where=str(dst),
-                equation=f"it holds {', '.join(held[:5])}{', ...' if len(held) > 5 else ''}",
-                hint="name another folder, or replace it with --force",
-            )
-        self.data, self.old = self.root / "new", self.root / "old"
+        self.data, self.journal = self.root / "new", self.root / "journal.jsonl"
+        self._old, self._force = self.root / "old", force
+        self._require_room()
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(self.root / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A conversion that just finished took the lock's file with it, and may have filled the target.
+            free = os.fstat(self._lock).st_nlink > 0
         except OSError:
+            free = False
+        if not free:
             os.close(self._lock)
             raise ExistsError(
                 "one conversion at a time writes a target",
                 where=str(dst),
                 equation="another process holds it",
                 hint="wait for it, or name another target",
-            ) from None
+            )
+        try:
+            self._require_room()
+        except ExistsError:
+            self._leave()
+            raise
 
-    def continues(self, identity: Mapping[str, Any]) -> bool:
-        """Whether the staged conversion is the one described, so that its work can be kept."""
-        return journal.describes(self.root, identity)
+    def _require_room(self) -> None:
+        if self.dst.is_symlink():
+            raise PathError(
+                "a target is a folder of its own",
+                where=str(self.dst),
+                equation=f"a link to {self.dst.readlink()}",
+                hint="name the folder that the link leads to",
+            )
+        if self.dst.exists() and not self.dst.is_dir():
+            raise ExistsError(
+                "a target is a folder", where=str(self.dst), equation="a file", hint="name another target"
+            )
+        held = sorted(self._held())
+        if held and not self._force and not self.ready:
+            raise ExistsError(
+                "a target is empty",
+                where=str(self.dst),
+                equation=f"it holds {', '.join(held[:5])}{', ...' if len(held) > 5 else ''}",
+                hint="name another folder, or replace it with --force",
+            )
 
-    def discard(self) -> None:
-        """Throw away what an earlier conversion staged."""
-        (self.root / _READY).unlink(missing_ok=True)
-        for path in (self.data, self.root / "journal.jsonl"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    def _held(self) -> set[str]:
+        return {path.name for path in self.dst.iterdir()} - {FOLDER} if self.dst.exists() else set()
 
     @property
     def ready(self) -> bool:
         """Whether all files are complete and only have to be moved."""
         return (self.root / _READY).exists()
 
-    def publish(self) -> None:
+    def take_up(self, identity: Mapping[str, Any]) -> None:
+        """Continue what is staged where it is the conversion described; else begin anew.
+
+        Raises:
+            JournalError: Another conversion is staged, and may not be replaced.
+        """
+        found = self._identity()
+        if found == dict(identity):
+            return
+        if found is not None and not self._force:
+            key = next((k for k in identity if found.get(k) != identity[k]), "identity")
+            raise JournalError(
+                "an unfinished conversion is continued with the same source and options",
+                where=str(self.root),
+                equation=f"{key}: {found.get(key)!r} then, {identity.get(key)!r} now",
+                hint="run the same command as before, or start over with --force",
+            )
+        if self.ready:
+            # Half of another conversion is published. What is left must not look like a checkpoint.
+            for name in _in_order(self._held(), last_first=True):
+                _remove(self.dst / name)
+        marks = [_IDENTITY, _READY]
+        for name in [*sorted({p.name for p in self.root.iterdir()} - {*marks, _LOCK}), *marks]:
+            _remove(self.root / name)
+        write_text(self.root / "identity.tmp", json.dumps(dict(identity)), fsync=True)
+        (self.root / "identity.tmp").replace(self.root / _IDENTITY)
+
+    def _identity(self) -> dict[str, Any] | None:
+        """What the staged conversion is; empty where that cannot be read."""
+        for name in (_READY, _IDENTITY):
+            if (self.root / name).exists():
+                try:
+                    return dict(json.loads((self.root / name).read_text()))
+                except (ValueError, TypeError):
+                    return {}
+        return None
+
+    def publish(self, *, fsync: bool) -> None:
         """Make the staged files the target. May be called again after it broke off."""
         if not self.ready:
-            (self.root / _READY).touch()
-            _fsync(self.root)
+            (self.root / _IDENTITY).replace(self.root / _READY)
+            _sync_folder(self.root, fsync)
         if self.data.exists():
-            self.old.mkdir(exist_ok=True)
-            staged = {path.name for path in self.data.iterdir()}
-            placed = {path.name for path in self.dst.iterdir()} - {FOLDER}
-            # What is there already and is not staged any more was moved by a publish that broke off.
-            if not (self.root / "cleared").exists():
-                for name in _in_order(placed, last_first=True):
-                    (self.dst / name).replace(self.old / name)
-                (self.root / "cleared").touch()
-                _fsync(self.root)
-            for name in _in_order(staged, last_first=False):
+            if not (self.root / _CLEARED).exists():
+                self._old.mkdir(exist_ok=True)
+                for name in _in_order(self._held(), last_first=True):
+                    (self.dst / name).replace(self._old / name)
+                _sync_folder(self.dst, fsync)
+                (self.root / _CLEARED).touch()
+                _sync_folder(self.root, fsync)
+            for name in _in_order((path.name for path in self.data.iterdir()), last_first=False):
+                if name in _LAST:
+                    _sync_folder(self.dst, fsync)
                 (self.data / name).replace(self.dst / name)
-            _fsync(self.dst)
-        # The mark goes last, so that a clean-up that breaks off is finished by the next run.
-        for path in (self.data, self.old):
-            shutil.rmtree(path, ignore_errors=True)
-        for name in ("journal.jsonl", "cleared", _READY, "lock"):
-            (self.root / name).unlink(missing_ok=True)
+            _sync_folder(self.dst, fsync)
+            # First of the clean-up: while it is there, files may still have to be moved.
+            self.data.rmdir()
+        for path in (self._old, self.root / _CLEARED, self.journal, self.root / _READY, self.root / _LOCK):
+            _remove(path)
         self.root.rmdir()
+
+    def _leave(self) -> None:
+        """Let go; where nothing is staged, leave nothing behind."""
+        if self.root.exists() and not unfinished(self.dst):
+            shutil.rmtree(self.root)
+            if not self._held():
+                self.dst.rmdir()
+        os.close(self._lock)
 
     def __enter__(self) -> Staging:
         return self
@@ -113,39 +183,56 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._lock)
-        # Nothing was staged: leave nothing behind.
-        if error is not None and self.root.exists() and {p.name for p in self.root.iterdir()} <= {"lock"}:
-            shutil.rmtree(self.root)
-            if not any(self.dst.iterdir()):
-                self.dst.rmdir()
+        self._leave()
 
 
 def unfinished(root: Path) -> bool:
     """Whether a folder holds a conversion that was not finished."""
-    return any((root / FOLDER / name).exists() for name in ("new", "journal.jsonl", _READY))
+    folder = root / FOLDER
+    return folder.is_dir() and any(path.name != _LOCK for path in folder.iterdir())
 
 
 def require_finished(root: Path) -> None:
-    """Refuse a folder that a conversion has not finished writing.
+    """Refuse a folder that a conversion has not finished writing, or a file in such a folder.
 
     Raises:
         FormatError: The conversion is unfinished.
     """
-    if unfinished(root):
+    folder = root.parent if root.is_file() else root
+    if unfinished(folder):
+        torn = (folder / FOLDER / _READY).exists()
         raise FormatError(
             "a checkpoint is complete",
             where=str(root),
             equation=f"{FOLDER} is there: a conversion into it was not finished",
-            hint="run the same conversion again to finish it, or remove the folder",
+            hint="run the same conversion again to finish it, or remove "
+            + ("the folder" if torn else f"{folder / FOLDER}: what lies beside it was not touched"),
         )
 
 
-def _in_order(names: set[str], *, last_first: bool) -> Sequence[str]:
+def write_text(path: Path, text: str, *, fsync: bool) -> None:
+    """Write a small file."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        if fsync:
+            os.fsync(file.fileno())
+
+
+def _in_order(names: Iterable[str], *, last_first: bool) -> list[str]:
     return sorted(names, key=lambda name: ((name in _LAST) != last_first, name))
 
 
-def _fsync(path: Path) -> None:
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path, fsync: bool) -> None:
+    if not fsync:
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

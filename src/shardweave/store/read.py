@@ -30,6 +30,7 @@ from shardweave.errors import (
     TruncatedError,
     UnknownNameError,
 )
+from shardweave.store.boxes import Boxes
 from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor
 from shardweave.store.paths import inside
 
@@ -37,7 +38,11 @@ Array = NDArray[Any]
 
 _MAX_OPEN = 64
 _MAX_EXPANDED = 1 << 30
-_BUFFER_BYTES = 16 << 20
+_BUFFER_BYTES = 4 << 20
+_RUN_BYTES = 1 << 10
+"""Rows at least as long go straight to their place; shorter ones cost less through the buffer."""
+_MAX_VECTOR = 1024
+"""Rows that one call of the operating system takes at most."""
 _NUMPY = {
     "bool": "?", "uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4",
     "int32": "<i4", "uint64": "<u8", "int64": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8",
@@ -53,7 +58,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """
     if dtype not in ITEMSIZE:
         raise DtypeError(
-            "a stored dtype is unknown",
+            "the dtype of a stored tensor is known",
             equation=f"dtype={dtype!r} not in {sorted(ITEMSIZE)}",
             hint="convert the tensor to a listed dtype with the software that wrote it",
         )
@@ -85,7 +90,7 @@ class Reader:
         self.manifest = manifest
         self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._scratch = np.empty(0, np.uint8)
-        self._proved: str | None = None
+        self._proved: tuple[str, Boxes] | None = None
 
     def __enter__(self) -> Reader:
         return self
@@ -118,14 +123,14 @@ class Reader:
             OutsideError: The box leaves the tensor. Otherwise as ``load``.
         """
         tensor = self._tensor(key)
-        self._prove(tensor)
         offset, shape = tuple(offset), tuple(shape)
+        boxes = self._prove(tensor)
         self._check_box(tensor, offset, shape)
         item = ITEMSIZE[tensor.dtype]
         if math.prod(shape) * item > _MAX_EXPANDED:
             self._refuse_expansion(tensor, math.prod(shape) * item)
         out = np.empty(shape, f"<u{item}")
-        self._fill(tensor, offset, out)
+        self._fill(tensor, boxes, offset, out)
         return out.view(numpy_dtype(tensor.dtype))
 
     def fill(self, key: str, offset: Sequence[int], out: Array) -> None:
@@ -140,9 +145,9 @@ class Reader:
             OutsideError: The box leaves the tensor. Otherwise as ``load``.
         """
         tensor = self._tensor(key)
-        self._prove(tensor)
+        boxes = self._prove(tensor)
         self._check_box(tensor, tuple(offset), out.shape)
-        self._fill(tensor, offset, out)
+        self._fill(tensor, boxes, offset, out)
 
     def iter_rows(self, key: str, *, max_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
         """A tensor in slabs of at most ``max_bytes`` (but at least one element) in row-major order.
@@ -179,7 +184,7 @@ class Reader:
             0 <= o <= o + n <= size for o, n, size in zip(offset, shape, tensor.shape, strict=True)
         ):
             raise OutsideError(
-                "a box must lie inside its tensor",
+                "a box lies inside its tensor",
                 where=repr(tensor.key),
                 equation=f"offset={offset} shape={shape} tensor shape={tensor.shape}",
                 hint="ask for a box within the tensor's shape",
@@ -190,16 +195,16 @@ class Reader:
             return self.manifest.tensors[key]
         except KeyError:
             raise UnknownNameError(
-                "a checkpoint holds no tensor of this key",
+                "a checkpoint holds the tensor that is asked for",
                 where=str(self.manifest.root),
                 equation=f"key={key!r}",
                 hint="list the manifest's tensors and use one of their keys",
             ) from None
 
-    def _prove(self, tensor: StoredTensor) -> None:
+    def _prove(self, tensor: StoredTensor) -> Boxes:
         """The boxes tile the tensor and lie inside their files; nothing was allocated yet."""
-        if tensor.key == self._proved:
-            return
+        if self._proved is not None and tensor.key == self._proved[0]:
+            return self._proved[1]
         item = numpy_dtype(tensor.dtype).itemsize
         _prove_tiling(tensor)
         for extent in tensor.extents:
@@ -209,19 +214,21 @@ class Reader:
             size = self._file(extent.file)[1]
             if end > size:
                 raise TruncatedError(
-                    "a file ends before the bytes of a tensor",
+                    "a file holds all bytes of its tensors",
                     where=f"{tensor.key!r} in {extent.file!r}",
                     equation=f"bytes {extent.start}..{end} of a file of {size} bytes",
                     hint="copy or download the file again",
                 )
-        self._proved = tensor.key
+        boxes = Boxes([e.offset for e in tensor.extents], [e.shape for e in tensor.extents])
+        self._proved = tensor.key, boxes
+        return boxes
 
     def _refuse_expansion(self, tensor: StoredTensor, wanted: int) -> None:
         """Strides of 0 let a small file promise an array that no memory holds."""
         stored = sum(self._file(name)[1] for name in {e.file for e in tensor.extents})
         if wanted > stored:
             raise FormatError(
-                "a large tensor must not be larger than the files that hold it",
+                "a large tensor is not larger than the files that hold it",
                 where=repr(tensor.key),
                 equation=f"bytes of the array={wanted} > bytes of its files={stored}",
                 hint="read it in slabs with iter_rows if the repetition is meant",
@@ -239,52 +246,57 @@ class Reader:
         self._open[name] = fd, os.fstat(fd).st_size
         return self._open[name]
 
-    def _fill(self, tensor: StoredTensor, offset: Sequence[int], out: Array) -> None:
+    def _fill(self, tensor: StoredTensor, boxes: Boxes, offset: Sequence[int], out: Array) -> None:
         if not out.size:
             return
         low = np.array(offset, np.int64)
         high = low + np.array(out.shape, np.int64)
-        offsets = np.array([e.offset for e in tensor.extents], np.int64).reshape(
-            len(tensor.extents), low.size
-        )
-        ends = offsets + np.array([e.shape for e in tensor.extents], np.int64).reshape(
-            len(tensor.extents), low.size
-        )
-        begin, end = np.maximum(offsets, low), np.minimum(ends, high)
-        for i in np.flatnonzero((begin < end).all(axis=1)):
+        for i in boxes.touching(low, high):
             extent = tensor.extents[i]
             strides = _strides(extent)
-            first = extent.start + out.itemsize * sum(
-                int(a) * s for a, s in zip(begin[i] - offsets[i], strides, strict=True)
-            )
-            cut: list[Any] = [
-                slice(int(a), int(b)) for a, b in zip(begin[i] - low, end[i] - low, strict=True)
-            ]
-            target = out[(*cut, ...)]
+            begin, end = np.maximum(boxes.low[i], low), np.minimum(boxes.high[i], high)
+            skipped = (begin - boxes.low[i]).tolist()
+            first = extent.start + out.itemsize * sum(a * s for a, s in zip(skipped, strides, strict=True))
+            cut = [slice(a, b) for a, b in zip((begin - low).tolist(), (end - low).tolist(), strict=True)]
             where = f"{tensor.key!r} in {extent.file!r}"
-            self._copy(self._file(extent.file)[0], first, strides, target, where=where)
+            self._copy(self._file(extent.file)[0], first, strides, out[(*cut, ...)], where=where)
 
     def _copy(self, fd: int, start: int, strides: tuple[int, ...], out: Array, *, where: str) -> None:
-        """Read one strided box of a file into a view, halving it until what lies between fits the buffer."""
-        span = _span(out.shape, strides)
-        # Only the strides of dims longer than one say where elements lie.
-        dense = span == out.size and all(
+        """Read one strided box of a file into a view: rows straight to their place, or through a buffer.
+
+        What lies between short rows is read with them; a box is halved until that fits the buffer.
+        """
+        span, item = _span(out.shape, strides), out.itemsize
+        # The dims from `dim` on are one row: adjacent elements in the file and in the view alike.
+        dim, run = out.ndim, 1
+        while dim and (
+            out.shape[dim - 1] == 1 or (strides[dim - 1], out.strides[dim - 1]) == (run, run * item)
+        ):
+            dim -= 1
+            run *= out.shape[dim]
+        follow = all(
             n == 1 or s == math.prod(out.shape[d + 1 :])
             for d, (n, s) in enumerate(zip(out.shape, strides, strict=True))
         )
-        if dense and out.flags.c_contiguous:
-            read_into(fd, start, out.reshape(-1).view(np.uint8).data, where=where)
-        elif span * out.itemsize <= _BUFFER_BYTES:
+        if run == out.size:
+            read_rows(fd, start, [out], where=where)
+        elif run * item >= _RUN_BYTES and follow:
+            read_rows(fd, start, [out[index] for index in np.ndindex(out.shape[:dim])], where=where)
+        elif run * item >= _RUN_BYTES and span > 2 * out.size:
+            for index in np.ndindex(out.shape[:dim]):
+                at = start + item * sum(i * s for i, s in zip(index, strides, strict=False))
+                read_rows(fd, at, [out[index]], where=where)
+        elif span * item <= _BUFFER_BYTES:
             words = self._words(span, out.dtype)
             read_into(fd, start, words.view(np.uint8).data, where=where)
-            steps = tuple(s * out.itemsize for s in strides)
+            steps = tuple(s * item for s in strides)
             out[...] = np.lib.stride_tricks.as_strided(words, out.shape, steps, writeable=False)
         else:
             dim = max(range(out.ndim), key=lambda d: (out.shape[d] - 1) * strides[d])
             half = out.shape[dim] // 2
             parts = np.split(out, [half], axis=dim)
             self._copy(fd, start, strides, parts[0], where=where)
-            self._copy(fd, start + half * strides[dim] * out.itemsize, strides, parts[1], where=where)
+            self._copy(fd, start + half * strides[dim] * item, strides, parts[1], where=where)
 
     def _words(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Room for what lies between wanted elements; kept, because fresh memory is slow to touch."""
@@ -299,21 +311,22 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise MissingFileError(
-            "a file of the checkpoint is missing", where=str(path), hint="copy or download it again"
+            "every file of a checkpoint is there", where=str(path), hint="copy or download it again"
         ) from None
     except OSError as error:
         raise FormatError(
-            "a file of the checkpoint cannot be opened",
+            "every file of a checkpoint can be opened",
             where=str(path),
-            equation=str(error),
-            hint="check its rights",
+            equation=error.strerror or str(error),
+            hint="check its rights, and whether its disk still answers",
         ) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FormatError(
-            "a file of the checkpoint must be a regular file",
+            "every file of a checkpoint is a regular file",
             where=str(path),
-            hint="replace it by the file itself",
+            equation="it is a folder, a pipe or a device",
+            hint="put the file itself there",
         )
     return fd
 
@@ -329,12 +342,30 @@ def read_into(fd: int, start: int, buffer: memoryview, *, where: str) -> None:
         count = os.preadv(fd, [buffer[done:]], start + done)
         if count <= 0:
             raise TruncatedError(
-                "a file ends before the bytes that were promised",
+                "a file holds all bytes that its index promises",
                 where=where,
                 equation=f"bytes {start}..{start + len(buffer)} wanted, {done} read",
                 hint="copy or download the file again",
             )
         done += count
+
+
+def read_rows(fd: int, start: int, rows: Sequence[Array], *, where: str) -> None:
+    """Fill contiguous arrays with bytes that follow one another in a file.
+
+    Raises:
+        TruncatedError: The file ends first.
+    """
+    for first in range(0, len(rows), _MAX_VECTOR):
+        some = rows[first : first + _MAX_VECTOR]
+        size = sum(row.nbytes for row in some)
+        if os.preadv(fd, some, start) != size:
+            # A short read is rare: the end of the file, or a signal.
+            at = start
+            for row in some:
+                read_into(fd, at, row.reshape(-1).view(np.uint8).data, where=where)
+                at += row.nbytes
+        start += size
 
 
 def _strides(extent: Extent) -> tuple[int, ...]:
@@ -361,7 +392,7 @@ def _prove_tiling(tensor: StoredTensor) -> None:
             )
         ):
             raise OutsideError(
-                "a stored box must lie inside its tensor, with strides and start that are not negative",
+                "a stored box lies inside its tensor, with strides and start that are not negative",
                 where=f"{tensor.key!r} in {extent.file!r}",
                 equation=f"{extent} of tensor shape={tensor.shape}",
                 hint="the checkpoint is damaged or its reader is wrong; do not use it",
@@ -370,16 +401,16 @@ def _prove_tiling(tensor: StoredTensor) -> None:
     held, needed = sum(e.numel for e in boxes), math.prod(tensor.shape)
     if held < needed:
         raise GapError(
-            "the stored boxes do not cover the tensor",
+            "the stored boxes cover their tensor",
             where=repr(tensor.key),
             equation=f"sum of box sizes={held} != tensor size={needed}",
-            hint="a file or a part of the checkpoint is missing; do not load it partially",
+            hint="copy the whole checkpoint again, all its files; do not load it partially",
         )
     clash = _overlap(boxes) if len(boxes) > 1 else None
     if clash or held > needed:
         pair = clash or (boxes[0], boxes[-1])
         raise OverlapError(
-            "two stored boxes hold the same element",
+            "an element is stored once",
             where=repr(tensor.key),
             equation=" and ".join(f"offset={e.offset} shape={e.shape} in {e.file!r}" for e in pair),
             hint="name one of them as the owner; the checkpoint does not say which is right",
