@@ -1,0 +1,341 @@
+"""The buffers of a vLLM rank, kind of block by kind of block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from shardweave.dialects.vllm.checks import ENDS_EVERYWHERE, check_model, check_roles, check_shape
+from shardweave.dialects.vllm.rules import (
+    VOCAB_MULTIPLE,
+    check_divides,
+    kv_heads,
+    placed_experts,
+    query_heads,
+    stages,
+    vocabulary,
+)
+from shardweave.errors import GeometryError, ModelError
+from shardweave.layout import (
+    BufferRule,
+    Dim,
+    Layout,
+    Mesh,
+    Part,
+    Sharded,
+    Tensor,
+    along,
+    concat,
+    even,
+    pad,
+    relabel,
+    take,
+    whole,
+)
+from shardweave.models import Block, Model
+
+Where = tuple[tuple[str, tuple[int, ...]], ...]
+
+# The names of a fused buffer and of the first tensor in it.
+_QKV = (".q_proj.", ".qkv_proj.")
+_GATE_UP = (".gate_proj.", ".gate_up_proj.")
+_W13 = (
+    (".experts.{expert}.gate_proj.weight", ".experts.routed_experts.w13_weight"),
+    (".experts.{expert}.w1.weight", ".experts.routed_experts.w13_weight"),
+)
+_W2 = (
+    (".experts.{expert}.down_proj.weight", ".experts.routed_experts.w2_weight"),
+    (".experts.{expert}.w2.weight", ".experts.routed_experts.w2_weight"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """The deployment that the rules of all blocks read."""
+
+    mesh: Mesh
+    layers: tuple[range, ...]
+    ends_everywhere: bool
+    tied: bool
+    expert_parallel: bool
+    placement: str
+    redundant: int
+    vocab_multiple: int
+    expert_multiple: int
+    dtype: str
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.axis_size("tp")
+
+    @property
+    def moe(self) -> int:
+        """The ranks of a stage, over which experts are spread."""
+        return self.tp * self.mesh.axis_size("dp")
+
+    def index(self, block: Block) -> Sharded:
+        """The layers of a block on each stage."""
+        numbers = [number for _, number in block.layers]
+        return along(
+            self.mesh,
+            "pp",
+            lambda p: take(block.layers, [i for i, n in enumerate(numbers) if n in self.layers[p]]),
+        )
+
+    def over_tp(self, rule: Callable[[int], Dim]) -> Sharded:
+        return along(self.mesh, "tp", rule)
+
+    def over_moe(self, rule: Callable[[int], Dim]) -> Sharded:
+        return along(self.mesh, ("tp", "dp"), lambda t, d: rule(d * self.tp + t))
+
+    def only(self, *stages: int) -> Where:
+        """The pipeline stages that hold an end of the model."""
+        pp = self.mesh.axis_size("pp")
+        return () if self.ends_everywhere or pp == 1 else (("pp", tuple(sorted({s % pp for s in stages}))),)
+
+    def rule(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        *dims: Dim | Sharded,
+        stacked: tuple[int, ...] | None = None,
+        where: Where = (),
+    ) -> BufferRule:
+        return BufferRule(name, tuple(parts), dims, stacked=stacked, where=where, dtype=self.dtype)
+
+
+def layout(
+    model: Model,
+    mesh: Mesh,
+    *,
+    expert_parallel: bool = False,
+    placement: str = "linear",
+    redundant_experts: int = 0,
+    layer_partition: Sequence[int] | None = None,
+    vocab_multiple: int = VOCAB_MULTIPLE,
+    expert_multiple: int = 1,
+    dtype: str = "",
+) -> Layout:
+    """The parameters that every rank of a vLLM deployment holds while weights are loaded.
+
+    Args:
+        model: The logical tensors.
+        mesh: The ranks, from ``mesh()``.
+        expert_parallel: Whole experts a rank (``--enable-expert-parallel``), not rows of each.
+        placement: How experts are placed: ``linear``, or ``round_robin`` where the engine's log says that
+            it holds; vLLM falls back to linear for models without expert groups, and for most backends.
+        redundant_experts: Additional expert slots of the load balancer.
+        layer_partition: Layers of each stage (``VLLM_PP_LAYER_PARTITION``), where not by ``stages()``.
+        vocab_multiple: What the vocabulary is padded to a multiple of.
+        expert_multiple: What the rows of a rank's experts are padded to a multiple of; some expert
+            kernels ask for 128.
+        dtype: The dtype of the engine, where it is not that of the model.
+
+    Raises:
+        GeometryError: The deployment cannot hold the model, or contradicts itself.
+        ModelError: A tensor of the model is none that these rules know.
+    """
+    check_model(model, mesh)
+    if not expert_parallel and ("ep" in mesh.sizes or redundant_experts or placement != "linear"):
+        raise GeometryError(
+            "a deployment with an expert axis, redundant or placed experts is expert parallel",
+            equation=f"expert_parallel(False), mesh({mesh}), redundant_experts({redundant_experts}), "
+            f"placement({placement!r})",
+            hint="pass expert_parallel=True, or leave the others out",
+        )
+    world = _World(
+        mesh,
+        layers=_layers(model.num_layers, mesh.axis_size("pp"), layer_partition),
+        ends_everywhere=ENDS_EVERYWHERE.get(model.family, False),
+        tied=model.tied,
+        expert_parallel=expert_parallel,
+        placement=placement,
+        redundant=redundant_experts,
+        vocab_multiple=vocab_multiple,
+        expert_multiple=expert_multiple,
+        dtype=dtype,
+    )
+    rules: list[BufferRule] = []
+    for block in model.blocks:
+        if block.kind not in _KINDS:
+            raise ModelError(
+                "every block of a model is of a kind that vLLM's rules cover",
+                where=f"family {model.family!r}",
+                equation=f"kind({block.kind!r}) is not one of {', '.join(_KINDS)}",
+                hint="add the rules of the kind to shardweave.dialects.vllm",
+            )
+        required, optional, build = _KINDS[block.kind]
+        check_roles(block, required, optional)
+        rules += build(block, world)
+    return Layout("vllm", mesh, tuple(rules))
+
+
+def _layers(num_layers: int, pp: int, partition: Sequence[int] | None) -> tuple[range, ...]:
+    sizes = stages(num_layers, pp) if partition is None else tuple(partition)
+    if len(sizes) != pp or sum(sizes) != num_layers or min(sizes) < 0:
+        raise GeometryError(
+            "the stages of a pipeline hold all layers once",
+            equation=f"layer_partition{sizes}, pp({pp}), num_layers({num_layers})",
+            hint="give one size a stage; together they are the layers of the model",
+        )
+    ends = list(accumulate(sizes, initial=0))
+    return tuple(range(start, stop) for start, stop in pairwise(ends))
+
+
+def _embedding(block: Block, world: _World) -> Iterator[BufferRule]:
+    # A tied head is the same parameter, so the last stage of a pipeline holds the embedding as well.
+    where = world.only(0, -1) if world.tied else world.only(0)
+    yield _vocabulary(block, block.tensors["embed"], where, world)
+
+
+def _head(block: Block, world: _World) -> Iterator[BufferRule]:
+    yield _vocabulary(block, block.tensors["head"], world.only(-1), world)
+
+
+def _vocabulary(block: Block, tensor: Tensor, where: Where, world: _World) -> BufferRule:
+    size, hidden = block.sizes["vocab_size"], block.sizes["hidden_size"]
+    check_shape(tensor, size, hidden)
+    rows = world.over_tp(lambda r: vocabulary(size, world.tp, r, multiple=world.vocab_multiple))
+    several = any(len(stages) > 1 for _, stages in where)
+    return world.rule(tensor.name, [Part(tensor, replica=several)], rows, whole(hidden), where=where)
+
+
+def _final(block: Block, world: _World) -> Iterator[BufferRule]:
+    norm = block.tensors["norm"]
+    yield world.rule(norm.name, [Part(norm)], *norm.dims, where=world.only(-1))
+
+
+def _norms(block: Block, world: _World) -> Iterator[BufferRule]:
+    for role in block.tensors:
+        yield _held_whole(block, role, world)
+
+
+def _held_whole(block: Block, role: str, world: _World) -> BufferRule:
+    tensor = block.tensors[role]
+    return world.rule(tensor.name, [Part(tensor)], world.index(block), *tensor.dims[1:])
+
+
+def _attention(block: Block, world: _World) -> Iterator[BufferRule]:
+    sizes, tp, layers = block.sizes, world.tp, world.index(block)
+    heads, kv, head_dim, hidden = (
+        sizes[key] for key in ("num_heads", "num_kv_heads", "head_dim", "hidden_size")
+    )
+
+    def fused(r: int) -> Dim:
+        k, v = (kv_heads(whole(kv * head_dim, label), kv, tp, r) for label in "kv")
+        return concat(query_heads(whole(heads * head_dim, "q"), heads, tp, r), k, v)
+
+    rows = world.over_tp(fused)
+    for suffix, columns in ("", (hidden,)), ("_bias", ()):
+        if f"q{suffix}" not in block.tensors:
+            continue
+        q, k, v = (block.tensors[f"{role}{suffix}"] for role in "qkv")
+        check_shape(q, heads * head_dim, *columns)
+        check_shape(k, kv * head_dim, *columns)
+        check_shape(v, kv * head_dim, *columns)
+        parts = [Part(q, "q"), Part(k, "k", replica=tp > kv), Part(v, "v", replica=tp > kv)]
+        yield world.rule(_renamed(q, _QKV), parts, layers, rows, *(whole(size) for size in columns))
+    o = block.tensors["o"]
+    check_shape(o, hidden, heads * head_dim)
+    columns_of_o = world.over_tp(lambda r: query_heads(whole(heads * head_dim), heads, tp, r))
+    yield world.rule(o.name, [Part(o)], layers, whole(hidden), columns_of_o)
+    for role in "q_norm", "k_norm":
+        if role in block.tensors:
+            check_shape(block.tensors[role], head_dim)
+            yield _held_whole(block, role, world)
+    if "o_bias" in block.tensors:
+        yield _held_whole(block, "o_bias", world)
+
+
+def _mlp(block: Block, world: _World) -> Iterator[BufferRule]:
+    ffn, hidden, layers = block.sizes["ffn_size"], block.sizes["hidden_size"], world.index(block)
+    rows = world.over_tp(lambda r: _gate_up(ffn, world.tp, r, 1))
+    for suffix, columns in ("", (hidden,)), ("_bias", ()):
+        if f"gate{suffix}" not in block.tensors:
+            continue
+        gate, up = (block.tensors[f"{role}{suffix}"] for role in ("gate", "up"))
+        check_shape(gate, ffn, *columns)
+        check_shape(up, ffn, *columns)
+        parts = [Part(gate, "gate"), Part(up, "up")]
+        yield world.rule(_renamed(gate, _GATE_UP), parts, layers, rows, *(whole(size) for size in columns))
+    down = block.tensors["down"]
+    check_shape(down, hidden, ffn)
+    columns_of_down = world.over_tp(lambda r: _ffn(whole(ffn), world.tp, r))
+    yield world.rule(down.name, [Part(down)], layers, whole(hidden), columns_of_down)
+    for role in "down_bias", "router":
+        if role in block.tensors:
+            yield _held_whole(block, role, world)
+
+
+def _moe(block: Block, world: _World) -> Iterator[BufferRule]:
+    gate, up, down = (block.tensors[role] for role in ("gate", "up", "down"))
+    num, ffn, hidden = (block.sizes[key] for key in ("num_experts", "ffn_size", "hidden_size"))
+    layers, experts = world.index(block), gate.dims[1]
+    parts, multiple = (1 if world.expert_parallel else world.moe), world.expert_multiple
+
+    def slots(rank: int) -> Dim:
+        placed = placed_experts(num, world.moe, rank, placement=world.placement, redundant=world.redundant)
+        return take(experts, [position for _, position in placed])
+
+    def cut_rows(rule: Callable[[int], Dim]) -> Dim | Sharded:
+        return rule(0) if world.expert_parallel else world.over_moe(rule)
+
+    held = world.over_moe(slots) if world.expert_parallel else experts
+    replica = world.redundant > 0
+    for tensor, shape in (gate, (ffn, hidden)), (up, (ffn, hidden)), (down, (hidden, ffn)):
+        check_shape(tensor, *shape)
+    yield world.rule(
+        _renamed(gate, *_W13),
+        [Part(gate, "gate", replica), Part(up, "up", replica)],
+        layers,
+        held,
+        cut_rows(lambda r: _gate_up(ffn, parts, r, multiple)),
+        whole(hidden),
+        stacked=(1, 2, 3),
+    )
+    yield world.rule(
+        _renamed(down, *_W2),
+        [Part(down, replica=replica)],
+        layers,
+        held,
+        whole(hidden),
+        cut_rows(lambda r: pad(_ffn(whole(ffn), parts, r), multiple)),
+        stacked=(1, 2, 3),
+    )
+    yield _held_whole(block, "router", world)
+
+
+def _gate_up(ffn: int, parts: int, rank: int, multiple: int) -> Dim:
+    rows = pad(_ffn(whole(ffn), parts, rank), multiple)
+    return concat(relabel(rows, "gate"), relabel(rows, "up"))
+
+
+def _ffn(dim: Dim, parts: int, rank: int) -> Dim:
+    check_divides("ffn_size", len(dim), "ranks", parts, "choose a tp, for experts a tp * dp, that divides it")
+    return even(dim, parts, rank)
+
+
+# Kind of block -> the tensors that it must have, those that it may have, and its rules.
+_KINDS: Mapping[str, tuple[str, str, Callable[[Block, _World], Iterator[BufferRule]]]] = {
+    "embedding": ("embed", "", _embedding),
+    "norms": ("", "input_norm post_attention_norm", _norms),
+    "attention": ("q k v o", "q_bias+k_bias+v_bias o_bias q_norm+k_norm", _attention),
+    "mlp": ("gate up down", "gate_bias+up_bias down_bias", _mlp),
+    "moe": ("router gate up down", "", _moe),
+    "shared": ("gate up down", "router", _mlp),
+    "final": ("norm", "", _final),
+    "head": ("head", "", _head),
+}
+
+
+def _renamed(tensor: Tensor, *names: tuple[str, str]) -> str:
+    for old, new in names:
+        if old in tensor.name:
+            return tensor.name.replace(old, new)
+    raise ModelError(
+        "the name of a fused buffer follows from that of its first tensor",
+        where=f"tensor {tensor.name!r}",
+        equation=f"no {' or '.join(old for old, _ in names)} in the name",
+        hint="vLLM stores models with other names in modules of their own",
+    )
