@@ -24,6 +24,9 @@ from shardweave.layout.run import LABEL
 
 Axes = tuple[tuple[str, int], ...]
 
+MOST_RANKS = 1 << 20
+"""The most ranks of a mesh. Descriptions come from files too, and a column of every rank is made of them."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -68,6 +71,13 @@ class Mesh:
                     equation=f"{_product(self.axes)} = {size} != {_product(view)} = {other}",
                     hint="the expert axes etp*ep*edp*pp must multiply to the dense ones tp*cp*dp*pp",
                 )
+        if size > MOST_RANKS or self.offset > MOST_RANKS << 10:
+            raise MeshError(
+                "a mesh is of a size that can be listed",
+                where=f"mesh {_format_axes(self.axes)}",
+                equation=f"ranks({size}) > {MOST_RANKS} or offset({self.offset}) > {MOST_RANKS << 10}",
+                hint="check the sizes of the axes; a damaged or hostile text can say anything",
+            )
         if self.offset < 0:
             raise MeshError(
                 "ranks start at 0",

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from shardweave.errors import GapError, HolderError, OutsideError, OverlapError, PlanError
+from shardweave.errors import GapError, HolderError, OutsideError, OverlapError, PlanError, TransformError
 from shardweave.layout import Box, BufferRule, Part, subtract
 from shardweave.layout.buffer import table_of
+from shardweave.layout.dtype import itemsize
 from shardweave.layout.layout import format_ranks
 from shardweave.layout.table import Ints, within
 from shardweave.layout.tiling import find_overlap
@@ -31,6 +32,7 @@ def prove_plan(plan: Plan) -> None:
 
     Raises:
         PlanError: The columns do not fit together, or name what is not there.
+        TransformError, DtypeError: The two sides store other functions of the values, or an unknown dtype.
         OutsideError: A copy reaches outside a buffer.
         HolderError: A copy reads or writes a position that does not hold the element.
         OverlapError: An element is written twice.
@@ -45,8 +47,11 @@ def prove_columns(plan: Plan, src: Side, dst: Side) -> None:
     by_part = {(target.number, target.part.tensor): target for target in targets}
     for family in plan.families:
         _check_columns(family)
-        _check_side(family, src, _part(family, plan.src.rules, family.src_rule), "src")
-        writes = _check_side(family, dst, _part(family, plan.dst.rules, family.dst_rule), "dst")
+        src_part = _part(family, plan.src.rules, family.src_rule)
+        dst_part = _part(family, plan.dst.rules, family.dst_rule)
+        _check_values(family, plan.src.rules[family.src_rule], plan.dst.rules[family.dst_rule])
+        _check_side(family, src, src_part, "src")
+        writes = _check_side(family, dst, dst_part, "dst")
         by_part[family.dst_rule, family.tensor].writes.append(writes)
     _check_disjoint(dst, targets)
     for target in targets:
@@ -96,6 +101,18 @@ def _part(family: Family, rules: tuple[BufferRule, ...], number: int) -> Part:
         equation=f"buffer {number} of {len(rules)} does not hold it",
         hint="make the plan again from the same layouts",
     )
+
+
+def _check_values(family: Family, src: BufferRule, dst: BufferRule) -> None:
+    for rule in (src, dst):
+        itemsize(rule.dtype)
+    if src.transform != dst.transform:
+        raise TransformError(
+            "both sides store the same function of the logical values",
+            where=f"tensor {family.tensor.name!r}, buffers {src.name!r} and {dst.name!r}",
+            equation=f"{src.transform} != {dst.transform}",
+            hint="apply the transform on the way, as a step of its own; a plan moves bytes",
+        )
 
 
 def _check_columns(family: Family) -> None:
