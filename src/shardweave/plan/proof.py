@@ -209,7 +209,8 @@ def _check_side(family: Family, side: Side, part: Part, which: str) -> _Writes:
             where=where(move[row]),
             equation=(
                 f"dim {d} of {which}: {_range(at[row, d], stride[row, d], count[row, d])} of {held} "
-                f"are not the indices {family.elements(int(box[row])).dims[d]}"
+                f"are not the indices "
+                f"{_range(family.index[box[row], d], family.index_step[box[row], d], count[row, d])}"
             ),
             hint="make the plan again from the same layouts; do not edit its columns",
         )
