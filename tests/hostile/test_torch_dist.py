@@ -306,10 +306,14 @@ class TestBombs:
         extents = tuple(Extent(offset, shape, "f", 0) for offset, shape in boxes)
         start = time.monotonic()
         with pytest.raises(GapError, match="'w'"):
-            torch_dist.prove_tiling([StoredTensor("w", "int8", (2 * count,) * 3, extents)])
+            torch_dist.prove_tiling(
+                [StoredTensor("w", "int8", (2 * count,) * 3, extents)], root=Path("folder")
+            )
         nested = tuple(Extent((0, 0, 0), (i + 1, count - i, 7), "f", 0) for i in range(count))
         with pytest.raises(OverlapError, match="'w'"):
-            torch_dist.prove_tiling([StoredTensor("w", "int8", (2 * count,) * 3, nested)])
+            torch_dist.prove_tiling(
+                [StoredTensor("w", "int8", (2 * count,) * 3, nested)], root=Path("folder")
+            )
         assert time.monotonic() - start < 20
 
     def test_a_deep_tree(self, folder: Path) -> None:

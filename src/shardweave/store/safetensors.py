@@ -160,7 +160,7 @@ def _complete_set(root: Path, stem: str, count: str, files: Sequence[str]) -> li
 def _read_indexed(root: Path, index: str, files: Sequence[str]) -> Manifest:
     weight_map, metadata = _read_index(root, index)
     listed = sorted(set(weight_map.values()))
-    paths = {name: inside(root, name, where=index) for name in listed}
+    paths = {name: inside(root, name, where=str(root / index)) for name in listed}
     _require_files(root, index, listed)
     if SINGLE in files and SINGLE not in paths:
         raise FormatError(
@@ -171,7 +171,7 @@ def _read_indexed(root: Path, index: str, files: Sequence[str]) -> Manifest:
         )
     headers = {name: read_header(path, name) for name, path in paths.items()}
     holders = _holders(headers)
-    _require_agreement(index, weight_map, headers, holders)
+    _require_agreement(root / index, weight_map, headers, holders)
     overlaid = {
         key: [name for name in names if name != weight_map[key]]
         for key, names in holders.items()
@@ -187,7 +187,7 @@ def _read_indexed(root: Path, index: str, files: Sequence[str]) -> Manifest:
     if isinstance(claimed, bool) or claimed != total:
         raise IndexMismatchError(
             "an index gives the true size of its tensors",
-            where=index,
+            where=str(root / index),
             equation=f"metadata.total_size={claimed!r:.100} != sum of tensor bytes={total}",
             hint="index and files are of different revisions; download both again",
         )
@@ -196,7 +196,7 @@ def _read_indexed(root: Path, index: str, files: Sequence[str]) -> Manifest:
 
 
 def _read_index(root: Path, index: str) -> tuple[dict[str, str], dict[str, Any]]:
-    found = read_json(inside(root, index, where=str(root)), where=index)
+    found = read_json(inside(root, index, where=str(root)), where=str(root / index))
     weight_map, metadata = found.get("weight_map"), found.get("metadata", {})
     if not isinstance(weight_map, dict) or not is_text_map(weight_map) or not weight_map:
         wrong = "'weight_map' from keys to file names"
@@ -206,7 +206,7 @@ def _read_index(root: Path, index: str) -> tuple[dict[str, str], dict[str, Any]]
         return weight_map, metadata
     raise FormatError(
         f"an index holds {wrong}",
-        where=index,
+        where=str(root / index),
         equation=f"top-level keys: {some(map(repr, found))}",
         hint="write the index again with the software that saved the checkpoint",
     )
@@ -225,14 +225,14 @@ def _require_files(root: Path, index: str, listed: Sequence[str]) -> None:
     if missing:
         raise MissingFileError(
             "the files that an index lists are there",
-            where=f"{root}/{index}",
+            where=str(root / index),
             equation=f"{len(missing)} of {len(listed)} files missing: {some(missing, limit=1000)}",
             hint="copy or download the missing files; do not load the checkpoint partially",
         )
 
 
 def _require_agreement(
-    index: str,
+    index: Path,
     weight_map: Mapping[str, str],
     headers: Mapping[str, Header],
     holders: Mapping[str, Sequence[str]],
@@ -253,7 +253,7 @@ def _require_agreement(
     if faults:
         raise IndexMismatchError(
             "an index and the headers of its files agree",
-            where=index,
+            where=str(index),
             equation=f"index entries={len(weight_map)}, keys in headers={len(holders)}; {'; '.join(faults)}",
             hint="download index and files of one revision again; loading would leave tensors out",
         )

@@ -128,7 +128,7 @@ def read(root: Path) -> Manifest:
     with _opened(root, sorted({place[0] for place in meta.places.values()})) as files:
         for key, (dtype, shape, chunks) in meta.tensors.items():
             extents = tuple(
-                _extent(files, key, dtype, box, meta.place(key, box[0]))
+                _extent(files, key, dtype, box, meta.place(key, box[0]), root=root)
                 for box in dict.fromkeys(chunks)
                 if math.prod(box[1])
             )
@@ -138,8 +138,8 @@ def read(root: Path) -> Manifest:
             for key in meta.objects
         }
         sizes = {name: len(data) for name, data in files.items()}
-    _prove_streams(meta.places, sizes)
-    prove_tiling(tensors.values())
+    _prove_streams(meta.places, sizes, root=root)
+    prove_tiling(tensors.values(), root=root)
     manifest = Manifest(root, "torch_dist", tensors, sizes, records)
     if (root / COMMON).is_file():
         with _opened(root, [COMMON]) as files:
@@ -157,7 +157,7 @@ def object_bytes(manifest: Manifest, key: str) -> bytes:
             "a checkpoint holds the object that is asked for",
             where=str(manifest.root),
             equation=f"object {key!r} not among {len(places)}",
-            hint="the keys are in the manifest's records['objects']",
+            hint="take a key of the manifest's records['objects']",
         )
     place = places[key]
     with _opened(manifest.root, [place["file"]]) as files:
@@ -165,7 +165,7 @@ def object_bytes(manifest: Manifest, key: str) -> bytes:
         if stop > len(data):
             raise TruncatedError(
                 "a file holds the objects that its index lists",
-                where=place["file"],
+                where=str(manifest.root / place["file"]),
                 equation=f"stop({stop}) > file({len(data)})",
                 hint="read the manifest again: the file changed since",
             )
@@ -273,14 +273,17 @@ def _opened(root: Path, names: list[str]) -> Iterator[dict[str, torch_save.Buffe
 # --- the streams --------------------------------------------------------------------------------
 
 
-def _extent(files: Mapping[str, torch_save.Buffer], key: str, dtype: str, box: Chunk, place: Place) -> Extent:
+def _extent(
+    files: Mapping[str, torch_save.Buffer], key: str, dtype: str, box: Chunk, place: Place, *, root: Path
+) -> Extent:
     name, start, length = place
-    tensor = torch_save.load(files[name], start, length, allow=Allow({}), where=f"{name}, {key!r}")
+    where = f"{root / name}, {key!r}"
+    tensor = torch_save.load(files[name], start, length, allow=Allow({}), where=where)
     found = (tensor.dtype, tensor.shape) if type(tensor) is TensorAt else type(tensor).__name__
     if found != (dtype, box[1]):
         raise IndexMismatchError(
             "a stream holds what its index says of it",
-            where=f"{name}, stream at byte {start}, {key!r}",
+            where=f"{where}, stream at byte {start}",
             equation=f"index says {(dtype, box[1])}, stream holds {found}",
             hint="index and files are of different saves; copy the whole folder again",
         )
@@ -292,39 +295,39 @@ def _load_object(data: torch_save.Buffer, start: int, length: int, *, where: str
     return torch_save.to_plain(value, data, where=where)
 
 
-def _prove_streams(places: Mapping[Any, Place], sizes: Mapping[str, int]) -> None:
+def _prove_streams(places: Mapping[Any, Place], sizes: Mapping[str, int], *, root: Path) -> None:
     """No two streams share bytes, and none reaches past its file."""
     last = ("", 0)
     for name, start, length in sorted(places.values()):
         if start + length > sizes[name]:
             raise TruncatedError(
                 "a file holds the streams that its index lists",
-                where=name,
+                where=str(root / name),
                 equation=f"start({start}) + length({length}) > file({sizes[name]})",
                 hint="the copy or the save of this file broke off; fetch it again",
             )
         if last[0] == name and start < last[1]:
             raise OverlapError(
                 "the streams of a file share no bytes",
-                where=name,
-                equation=f"one ends at {last[1]}, the next starts at {start}",
+                where=str(root / name),
+                equation=f"one ends at byte {last[1]}, the next starts at byte {start}",
                 hint="the index was edited or merged by hand; write it again with torch",
             )
         last = name, start + length
 
 
-def prove_tiling(tensors: Iterable[StoredTensor]) -> None:
-    """Each element of each tensor lies in exactly one extent.
+def prove_tiling(tensors: Iterable[StoredTensor], *, root: Path) -> None:
+    """Each element of each tensor lies in exactly one extent; ``root`` is for the message.
 
     Raises:
         GapError, OverlapError: With the key and a box.
         FormatError: So many chunks so entangled that no saver cuts them, and proving would take minutes.
     """
     for tensor in tensors:
-        if (both := _overlap(tensor)) is not None:
+        if (both := _overlap(tensor, root)) is not None:
             raise OverlapError(
                 "an element is stored in one chunk",
-                where=repr(tensor.key),
+                where=f"{root}, {tensor.key!r}",
                 equation=" and ".join(f"chunk at {e.offset} of shape {e.shape}" for e in both),
                 hint="nobody can say which of the two is right; save the checkpoint again",
             )
@@ -332,13 +335,13 @@ def prove_tiling(tensors: Iterable[StoredTensor]) -> None:
         if stored != needed:
             raise GapError(
                 "the chunks of a tensor cover it",
-                where=f"{tensor.key!r}, box {_gap(tensor)}",
+                where=f"{root}, {tensor.key!r}, box {_gap(tensor)}",
                 equation=f"elements stored({stored}) != prod(shape{tensor.shape})({needed})",
                 hint="torch would leave the rest at its old values; find the missing chunks or save again",
             )
 
 
-def _overlap(tensor: StoredTensor) -> tuple[Extent, Extent] | None:
+def _overlap(tensor: StoredTensor, root: Path) -> tuple[Extent, Extent] | None:
     """Two extents that share an element: a sweep along the dim that tells most of them apart."""
     extents, rank = tensor.extents, len(tensor.shape)
     if len(extents) < 2:
@@ -355,7 +358,7 @@ def _overlap(tensor: StoredTensor) -> tuple[Extent, Extent] | None:
     if pairs > _MAX_PAIRS:
         raise FormatError(
             "chunks are told apart by one of their dims",
-            where=repr(tensor.key),
+            where=f"{root}, {tensor.key!r}",
             equation=f"{len(extents)} chunks, {pairs} pairs to compare > {_MAX_PAIRS}",
             hint="no known software cuts tensors so; look at where the index comes from",
         )

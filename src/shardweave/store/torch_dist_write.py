@@ -101,7 +101,7 @@ def allocate(
                 hint="tied tensors are one tensor; name the second key in the model instead",
             )
         stored[spec.key] = StoredTensor(spec.key, spec.dtype, spec.shape, tuple(extents))
-    prove_tiling(stored.values())
+    prove_tiling(stored.values(), root=root)
     for name, size in files.items():
         with (root / name).open("xb") as file:
             file.truncate(size)
@@ -214,7 +214,7 @@ def _boxes(spec: TensorSpec) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]
         raise DtypeError(
             "a tensor to store has a dtype of known width",
             where=repr(spec.key),
-            equation=f"dtype {spec.dtype}",
+            equation=f"dtype {spec.dtype} has no known width",
             hint=f"known are {', '.join(ITEMSIZE)}",
         )
     for offset, shape in spec.chunks or (((0,) * len(spec.shape), spec.shape),):
@@ -225,7 +225,7 @@ def _boxes(spec: TensorSpec) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]
             raise OutsideError(
                 "a chunk lies inside its tensor",
                 where=repr(spec.key),
-                equation=f"offset{offset} + size{shape} in shape{spec.shape}",
+                equation=f"offset{offset} + size{shape} is not in shape{spec.shape}",
                 hint="cut the boxes from the tensor's own shape",
             )
         if math.prod(shape):

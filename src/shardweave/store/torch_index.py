@@ -112,7 +112,7 @@ class Index:
             raise DtypeError(
                 "a stored tensor has a dtype of known width",
                 where=f"{self.where}, {key!r}",
-                equation=f"dtype {dtype}",
+                equation=f"dtype {dtype} has no known width",
                 hint=f"known are {', '.join(ITEMSIZE)}",
             )
         boxes = []
@@ -126,7 +126,7 @@ class Index:
                 raise OutsideError(
                     "a chunk lies inside its tensor",
                     where=f"{self.where}, {key!r}",
-                    equation=f"offset{box[0]} + size{box[1]} in shape{shape}",
+                    equation=f"offset{box[0]} + size{box[1]} is not in shape{shape}",
                     hint="the index is wrong; write it again with the software that saved the tensors",
                 )
             boxes.append(box)

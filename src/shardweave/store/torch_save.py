@@ -248,7 +248,7 @@ def _itemsize(dtype: str, where: str) -> int:
         raise DtypeError(
             "a stored tensor has a dtype of known width",
             where=where,
-            equation=f"dtype {dtype}",
+            equation=f"dtype {dtype} has no known width",
             hint=f"known are {', '.join(ITEMSIZE)}",
         )
     return ITEMSIZE[dtype]
