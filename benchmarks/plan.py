@@ -179,7 +179,7 @@ def measure(name: str, case: Callable[[], tuple[Layout, Layout]], *, repeats: in
     """Best time of both steps, and the most memory that they hold at once in a run of their own."""
     build_s = plan_s = float("inf")
     result: Plan | None = None
-    for _ in range(repeats):
+    for _ in range(max(repeats, 1)):
         start = time.perf_counter()
         src, dst = case()
         middle = time.perf_counter()
@@ -267,9 +267,10 @@ def main(argv: list[str] | None = None) -> None:
         "trillion": lambda: trillion_case(trillion, *big),
         "dense": lambda: dense_case(dense, 8, 4, 16 if tiny else 64),
     }
+    machine = platform.processor() or platform.machine()
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, "
-        f"numpy {np.__version__}; best of {options.repeats}"
+        f"{machine}, {os.cpu_count()} CPUs, Python {platform.python_version()}, numpy {np.__version__}; "
+        f"one thread, best of {options.repeats}"
     )
     print(
         f"{'case':9} {'tensors':>8} {'moves':>7} {'layouts ms':>10} {'plan ms':>8} {'peak MiB':>8} "
@@ -280,8 +281,8 @@ def main(argv: list[str] | None = None) -> None:
         f = found[name] = measure(name, case, repeats=options.repeats)
         print(
             f"{name:9} {f.tensors:8} {f.moves:7} {1e3 * f.build_s:10.2f} {1e3 * f.plan_s:8.2f} "
-            f"{f.peak_bytes / 2**20:8.1f} {f.cost.num_copies:8} {f.cost.num_bytes / f.cost.needed_bytes:12.3f} "
-            f"{f.cost.send_imbalance:13.3f}",
+            f"{f.peak_bytes / 2**20:8.1f} {f.cost.num_copies:8} "
+            f"{f.cost.num_bytes / f.cost.needed_bytes:12.3f} {f.cost.send_imbalance:13.3f}",
             flush=True,
         )
     if not options.no_peer and (seconds := peer_seconds(small, 4)) is not None:
