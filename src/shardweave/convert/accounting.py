@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardweave.convert.source import Checkpoint
 from shardweave.errors import AccountingError
+from shardweave.layout import Tensor
 from shardweave.layout.dtype import itemsize
 from shardweave.plan import Plan
 
@@ -42,30 +44,33 @@ def account(source: Checkpoint, plan: Plan) -> Account:
     layout, manifest = source.layout, source.manifest
     used = replica = 0
     padding: dict[str, int] = {}
-    read = {family.tensor: 0 for family in plan.families}
-    for family in plan.families:
-        read[family.tensor] += int(family.numel[family.box].sum())
+    held: dict[Tensor, int] = defaultdict(int)
     for rule in layout.rules:
         buffer = rule.at(layout.mesh, 0)
         assert buffer is not None, "a stored layout has one rank"
         size = itemsize(rule.dtype)
-        held = 0
+        real = 0
         for part in rule.parts:
             elements = sum(piece.box.numel for piece in buffer.pieces() if piece.tensor == part.tensor)
-            held += elements
+            real += elements
             if part.replica:
                 replica += elements * size
-                continue
-            used += elements * size
-            if read.get(part.tensor, 0) != elements:
-                raise AccountingError(
-                    "every weight of the source is used",
-                    where=f"tensor {part.tensor.name!r}",
-                    equation=f"read {read.get(part.tensor, 0)} of {elements} elements",
-                    hint="the target leaves it out; say so by name, or choose a target that holds it",
-                )
-        if buffer.numel != held:
-            padding[buffer.name] = (buffer.numel - held) * size
+            else:
+                used += elements * size
+                held[part.tensor] += elements
+        if buffer.numel != real:
+            padding[buffer.name] = (buffer.numel - real) * size
+    read: dict[Tensor, int] = defaultdict(int)
+    for family in plan.families:
+        read[family.tensor] += int(family.numel[family.box].sum())
+    for tensor, elements in held.items():
+        if read[tensor] != elements:
+            raise AccountingError(
+                "every weight of the source is used",
+                where=f"tensor {tensor.name!r}",
+                equation=f"read {read[tensor]} of {elements} elements",
+                hint="the target leaves it out; say so by name, or choose a target that holds it",
+            )
     left_out = {key: manifest.tensors[key].num_bytes for key in source.left_out}
     objects = manifest.records.get("objects", {})
     left_out |= {key: int(place["length"]) for key, place in objects.items()}

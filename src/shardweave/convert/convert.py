@@ -229,7 +229,7 @@ def _identity(job: Job) -> dict[str, str]:
         "config": fingerprint(dict(job.source.config)),
         "format": job.target.format,
         "target layout": fingerprint(format_layout(job.target.layout)),
-        "target arrays": fingerprint([specs, job.target.max_file_bytes]),
+        "target arrays": fingerprint([specs, job.target.max_file_bytes, job.target.objects]),
     }
 
 

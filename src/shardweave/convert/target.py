@@ -12,8 +12,11 @@ from shardweave.dialects import hf, megatron
 from shardweave.errors import GeometryError
 from shardweave.layout import Layout, Tensor
 from shardweave.models import Model
-from shardweave.store import safetensors, torch_dist_write
+from shardweave.store import safetensors, torch_dist_write, torch_save
 from shardweave.store.manifest import Extent, Manifest, TensorSpec
+
+_EMPTY = torch_save.stream([None])
+"""An object without a value, as Megatron stores the extra state of a module that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +28,23 @@ class Target:
         layout: Which array holds what; the arrays of rank 0.
         specs: The arrays, with the boxes that they are stored in.
         max_file_bytes: Where files end.
+        objects: Keys of empty objects that are stored beside the arrays.
     """
 
     format: str
     layout: Layout
     specs: tuple[TensorSpec, ...]
     max_file_bytes: int
+    objects: tuple[str, ...] = ()
 
     def allocate(self, root: Path) -> Manifest:
         """Lay out the files in an empty folder."""
         if self.format == "hf":
             return safetensors.allocate(root, self.specs, max_file_bytes=self.max_file_bytes)
-        return torch_dist_write.allocate(root, self.specs, records={}, max_file_bytes=self.max_file_bytes)
+        records = {"objects": dict.fromkeys(self.objects, _EMPTY)}
+        return torch_dist_write.allocate(
+            root, self.specs, records=records, max_file_bytes=self.max_file_bytes
+        )
 
     def finish(self, manifest: Manifest, checksums: Mapping[Extent, int], *, fsync: bool) -> None:
         """Seal the files."""
@@ -91,6 +99,7 @@ def target(
         )
     model = source.model
     chunks: Mapping[str, tuple[megatron.Shard, ...]] = {}
+    objects: tuple[str, ...] = ()
     if to == "hf":
         if geometry is not None:
             raise GeometryError(
@@ -100,7 +109,7 @@ def target(
             )
         layout = hf.layout(model, stacked_experts=stacked_experts)
     else:
-        layout, chunks = _megatron(model, geometry or Geometry())
+        layout, chunks, objects = _megatron(model, geometry or Geometry())
     layout = _with_dtypes(layout, source.layout, dtype)
     specs = [
         TensorSpec(
@@ -111,10 +120,13 @@ def target(
         )
         for name, (buffer, _) in layout.arrays(0).items()
     ]
-    return Target(to, layout, tuple(specs), max_file_bytes)
+    return Target(to, layout, tuple(specs), max_file_bytes, objects)
 
 
-def _megatron(model: Model, geometry: Geometry) -> tuple[Layout, Mapping[str, tuple[megatron.Shard, ...]]]:
+def _megatron(
+    model: Model, geometry: Geometry
+) -> tuple[Layout, Mapping[str, tuple[megatron.Shard, ...]], tuple[str, ...]]:
+    """What a job of this geometry stores, how its ranks cut it, and the objects that it asks for."""
     mesh = megatron.mesh(tp=geometry.tp, pp=geometry.pp, ep=geometry.ep, etp=geometry.etp)
     pipeline = megatron.stages(model.num_layers, geometry.pp, vpp=geometry.vpp, sizes=geometry.stages)
     vocab = next(block.sizes["vocab_size"] for block in model.of("embedding"))
@@ -125,8 +137,12 @@ def _megatron(model: Model, geometry: Geometry) -> tuple[Layout, Mapping[str, tu
     layer_keys = geometry.layer_keys
     if layer_keys == "auto":
         layer_keys = "stacked" if alike else "per_layer"
-    form: dict[str, Any] = {"spec": geometry.spec, "layer_keys": layer_keys, "padded_vocab": padded}
-    return megatron.checkpoint(model, **form), megatron.shards(model, mesh, pipeline=pipeline, **form)
+    form: dict[str, Any] = {"spec": geometry.spec, "layer_keys": layer_keys}
+    return (
+        megatron.checkpoint(model, padded_vocab=padded, **form),
+        megatron.shards(model, mesh, pipeline=pipeline, padded_vocab=padded, **form),
+        tuple(megatron.extra_states(model, **form)),
+    )
 
 
 def _with_dtypes(layout: Layout, source: Layout, dtype: str | None) -> Layout:

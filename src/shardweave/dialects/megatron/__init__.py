@@ -18,7 +18,7 @@ Source: megatron-core 0.16.1, checked against the parameters and checkpoints of 
 from __future__ import annotations
 
 from shardweave.dialects.megatron.args import config_of
-from shardweave.dialects.megatron.checkpoint import Shard, checkpoint, shards, variant
+from shardweave.dialects.megatron.checkpoint import Shard, checkpoint, extra_states, shards, variant
 from shardweave.dialects.megatron.live import layout
 from shardweave.dialects.megatron.ranks import Stages, mesh, padded_vocab_size, stages
 from shardweave.dialects.megatron.weights import Weight, fused_qkv, weights
@@ -29,6 +29,7 @@ __all__ = [
     "Weight",
     "checkpoint",
     "config_of",
+    "extra_states",
     "fused_qkv",
     "layout",
     "mesh",

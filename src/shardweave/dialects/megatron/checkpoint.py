@@ -10,7 +10,7 @@ from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
 from shardweave.dialects.megatron.weights import Weight, halves, rows, weights
 from shardweave.dialects.names import match
 from shardweave.errors import GeometryError
-from shardweave.layout import BufferRule, Layout, Mesh, Part, whole
+from shardweave.layout import BufferRule, Layout, Mesh, Part, even, whole
 from shardweave.models.spec import Model
 
 _LAYER_KEYS = ("stacked", "per_layer", "singleton")
@@ -101,6 +101,44 @@ def _rule(model: Model, weight: Weight, layer_keys: str) -> BufferRule:
     return BufferRule(name.replace("experts.experts.", "experts.experts.{expert}."), weight.parts, dims)
 
 
+def extra_states(model: Model, *, spec: str = "te", layer_keys: str = "stacked") -> Iterator[str]:
+    """The keys of the objects that a job asks for beside the weights: its modules' extra states, all empty.
+
+    A job refuses a checkpoint that lacks one of its own and ignores those of others, so here are all
+    that a version of Transformer Engine may have: of linear layers, attention and norms.
+
+    Source: megatron-core 0.16.1 for the local spec; for Transformer Engine, public reports of missing keys.
+    """
+    for weight in weights(model, spec=spec, stored=True):
+        module, _, kind = weight.path.rpartition(".")
+        layered = bool(weight.parts[0].tensor.index)
+        linear = kind == "weight" and layered and weight.cut_dim is not None
+        if linear:
+            yield from _extra_state(weight, module, layer_keys)
+        if spec == "te" and linear and module == "self_attention.linear_qkv":
+            yield from _extra_state(weight, "self_attention.core_attention", layer_keys)
+        if spec == "te" and kind == "weight" and module.endswith("layernorm"):
+            yield from _extra_state(weight, module, layer_keys)
+
+
+def _extra_state(weight: Weight, module: str, layer_keys: str) -> Iterator[str]:
+    """Objects are numbered where weights are stacked: ``shard_``, their place, ``_``, how many there are."""
+    index = [[n for _, n in dim] for _, dim in weight.parts[0].tensor.index]
+    if not index:
+        yield f"{module}._extra_state/shard_0_1"
+        return
+    index[0] = [n for _, n in weight.layers]
+    numbered = {"stacked": 0, "per_layer": 1, "singleton": 2}[layer_keys]
+    sizes = ".".join(str(len(numbers)) for numbers in index[numbered:]) or "1"
+    for numbers in itertools.product(*index):
+        path = module.replace("mlp.experts.", "mlp.experts.experts.")
+        if numbered == 2 and weight.expert:
+            path = path.replace("experts.experts.", f"experts.experts.{numbers[1]}.")
+        layer = "" if layer_keys == "stacked" else f"{numbers[0]}."
+        places = ".".join(map(str, numbers[numbered:])) or "0"
+        yield f"decoder.layers.{layer}{path}._extra_state/shard_{places}_{sizes}"
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A box of a stored tensor that one rank writes."""
@@ -167,10 +205,12 @@ def _shape_ranges(weight: Weight, mesh: Mesh) -> Iterator[_Ranges]:
         if d != weight.cut_dim:
             yield [(range(len(dim)), {})]
             continue
-        # A cut of the positions says where the cut of what lies there is.
+        # A cut of the positions says where the cut of what lies there is. Gate and up are written apart.
         size = mesh.axis_size(axis)
-        cuts = [weight.cut(whole(len(dim)), size, r) for r in range(size)]
-        yield [(range(run.start, run.last + 1), {axis: r}) for r, one in enumerate(cuts) for run in one.runs]
+        whole_dim = whole(len(dim))
+        parts = [even(whole_dim, 2, half) for half in (0, 1)] if weight.cut is halves else [whole_dim]
+        cuts = [(rows(part, size, r), r) for r in range(size) for part in parts]
+        yield [(range(run.start, run.last + 1), {axis: r}) for one, r in cuts for run in one.runs]
 
 
 def _edge(weight: Weight, mesh: Mesh) -> int:
