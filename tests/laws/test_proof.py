@@ -178,6 +178,22 @@ def test_an_index_outside() -> None:
     assert "buffer 'w', tensor 'w', dim 0, ranks 4, 5: indices [8:12] are not all in [0:10]" in message
 
 
+def test_an_index_between_those_of_a_family() -> None:
+    mesh = Mesh((("pp", 2),))
+    tensor = Tensor(
+        "l.{layer}", (3,), "bfloat16", (("layer", Dim([Run("", 0, 4, 2)])),)
+    )  # every second layer
+
+    def layout(*dims: Dim) -> Layout:
+        return Layout(
+            "x", mesh, (BufferRule("l.{layer}", (Part(tensor),), (Sharded(("pp",), dims), whole(3))),)
+        )
+
+    prove(layout(Dim([Run("", 0, 2, 2)]), Dim([Run("", 4, 2, 2)])))
+    message = caught(OutsideError, layout(Dim([Run("", 0, 2, 2)]), Dim([Run("", 4, 3)])))
+    assert "dim 0, rank 1: indices [4:7] are not all in [0:7:2]" in message
+
+
 def test_padding_counted_as_elements() -> None:
     prove(Layout("x", TP, (rows(*(even(pad(whole(10), 3), 3, r) for r in range(3))),)))
     assert "ranks 4, 5: indices [8:12]" in caught(

@@ -69,7 +69,7 @@ def find_overlap(group: Ints, low: Ints, high: Ints) -> tuple[int, int] | None:
 
 def _compare_pairs(row: Ints, group: Ints, low: Ints, high: Ints, left: list[int]) -> tuple[int, int] | None:
     """Two boxes of one group that overlap in all dims that are left, by comparing neighbours in one."""
-    low, high = low[np.ix_(row, left)], high[np.ix_(row, left)]
+    low, high = low[row][:, left], high[row][:, left]
     span = int(high.max()) + 1
     begin, end = low + group[:, None] * span, high + group[:, None] * span
     # Sorted by where they begin, a box can only overlap with those that begin before it ends.
