@@ -7,10 +7,10 @@ the model's only tensors, and a file with names beyond it is refused, not filter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import product
 
-from shardweave.errors import UnknownNameError
+from shardweave.dialects.names import match
 from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, concat, whole
 from shardweave.models import Block, Model
 
@@ -54,23 +54,7 @@ def variant(keys: Iterable[str], model: Model) -> Layout:
     >>> variant(names, model) == layout(model)
     True
     """
-    given = set(keys)
-    nearest: tuple[set[str], set[str]] | None = None
-    for candidate in _variants(model):
-        names = set(candidate.arrays(0))
-        missing, unexpected = names - given, given - names
-        if not missing and not unexpected:
-            return candidate
-        if nearest is None or len(missing) + len(unexpected) < sum(map(len, nearest)):
-            nearest = missing, unexpected
-    assert nearest is not None
-    missing, unexpected = nearest
-    raise UnknownNameError(
-        "the stored names are those of the model, all of them and no others",
-        where=f"{model.family} with {model.num_layers} layers, stored as hf",
-        equation=f"missing {_few(missing)}; unexpected {_few(unexpected)}",
-        hint="check that the config belongs to the weights; leave out by name what is no weight of the model",
-    )
+    return match(_variants(model), keys)
 
 
 def _variants(model: Model) -> Iterator[Layout]:
@@ -98,8 +82,3 @@ def _stacked(block: Block) -> Iterator[BufferRule]:
         stacked,
     )
     yield BufferRule(f"{module}.mlp.experts.down_proj", (Part(down),), down.dims, stacked)
-
-
-def _few(names: Iterable[str], most: int = 4) -> str:
-    found: Sequence[str] = sorted(names)
-    return f"{len(found)} ({', '.join(found[:most])}{', ...' if len(found) > most else ''})" if found else "0"
