@@ -10,10 +10,10 @@ import typer
 from shardweave.cli import options
 from shardweave.cli.common import (
     FINDING,
+    print_block,
     print_facts,
     print_finding,
     print_json,
-    print_table,
     progress,
     stdout,
     table,
@@ -65,7 +65,7 @@ def _print(checked: Checked) -> None:
     shown = table("", "", "")
     for step in checked.steps:
         shown.add_row(step.name, f"[{_STYLES[step.state]}]{step.state}[/]", step.detail)
-    print_table(shown)
+    print_block(shown)
     console.print()
     if checked.whole:
         left = [step.name for step in checked.steps if step.state == "skipped"]

@@ -156,8 +156,8 @@ def table(*columns: str, title: str = "") -> Table:
     return made
 
 
-def print_table(shown: Table) -> None:
-    """Print a table without the blanks that would fill its lines."""
+def print_block(shown: Any) -> None:
+    """Print a table or a picture without the blanks that would fill its lines."""
     console = stdout()
     with console.capture() as captured:
         console.print(shown)

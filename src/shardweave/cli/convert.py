@@ -15,9 +15,9 @@ from shardweave.cli.common import (
     parse_count,
     parse_size,
     plural,
+    print_block,
     print_facts,
     print_json,
-    print_table,
     progress,
     stdout,
     table,
@@ -192,11 +192,11 @@ def _print(job: Job, report: Report) -> None:
     for name, size in books.padding.items():
         row("padding", size, name)
     reasons = _by_reason(books)
-    for why, keys in reasons.items():
-        row("left out", sum(keys.values()), f"{plural(len(keys), 'key')}, {why}")
+    for keys in reasons.values():
+        row("left out", sum(keys.values()), f"{plural(len(keys), 'key')}, named below")
     row("format", books.format, "headers, indexes, alignment")
     row("total", books.total)
-    print_table(shown)
+    print_block(shown)
     console.print()
     for why, keys in reasons.items():
         console.print(f"left out, {why}:", style="dim")

@@ -14,9 +14,9 @@ from shardweave.cli.common import (
     format_bytes,
     listed,
     plural,
+    print_block,
     print_facts,
     print_json,
-    print_table,
     progress,
     starred,
     stdout,
@@ -128,6 +128,6 @@ def _print(left: Path, right: Path, found: Comparison) -> None:
     shown = table("tensor", ">elements", ">first at")
     for name, first in list(found.first.items())[:_MOST]:
         shown.add_row(name, f"{found.num_elements[name]:,}", str(list(first.index)))
-    print_table(shown)
+    print_block(shown)
     if len(found.first) > _MOST:
         console.print(f"... and {plural(len(found.first) - _MOST, 'tensor')} more; --json lists all")

@@ -12,12 +12,11 @@ import typer
 from shardweave.cli import options
 from shardweave.cli.common import (
     format_bytes,
-    listed,
     parse_count,
     plural,
+    print_block,
     print_facts,
     print_json,
-    print_table,
     starred,
     stdout,
     table,
@@ -157,7 +156,7 @@ def _check_one_source(
         raise GeometryError(
             "a plan is of a checkpoint, of two layouts, or a stored one",
             equation=equation,
-            hint="plan SRC --to FORMAT, or plan --model CONFIG.json --from LAYOUT --to LAYOUT, or --load FILE",
+            hint="plan SRC --to FORMAT, --model CONFIG.json --from LAYOUT --to LAYOUT, or --load FILE",
         )
 
 
@@ -309,7 +308,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     for row in report["families"]:
         counts = (f"{row['boxes']:,}", f"{row['copies']:,}", format_bytes(row["bytes"]))
         shown.add_row(starred(row["tensor"]), *counts)
-    print_table(shown)
+    print_block(shown)
     console.print()
     print_facts(_costs(report, stored))
 
@@ -349,7 +348,8 @@ def _costs(report: Mapping[str, Any], stored: bool) -> dict[str, str]:
         )
         rows["most staged"] = f"{format_bytes(cost['peak_staging_bytes'])} on a rank"
     elif "files" in report:
-        rows["files"] = listed(list(report["files"]))
+        first, *more = report["files"]
+        rows["files"] = f"{1 + len(more)}, from {first} on" if more else first
     else:
         rows["files"] = f"__*_0.distcp, each of at most {format_bytes(report['target']['max_file_bytes'])}"
     if "stored" in report:

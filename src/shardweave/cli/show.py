@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardweave.cli import options
-from shardweave.cli.common import stderr, stdout
+from shardweave.cli.common import print_block, stderr, stdout
 from shardweave.cli.sides import NOTATION, layout_of
 from shardweave.errors import GeometryError
 
@@ -47,6 +47,7 @@ def show(
     A checkpoint is drawn as it is stored; with --as, as ranks would hold it;
     with --as and --to, where every row goes.
     """
+    from shardweave.plan import plan
     from shardweave.show import svg as pages
     from shardweave.show import text
 
@@ -59,26 +60,20 @@ def show(
             hint="say how the model is laid out: --as megatron:tp=4,pp=2",
         )
     head_dim = next((block.sizes["head_dim"] for block in model.of("attention")), 0)
-    if to is not None:
-        from shardweave.plan import plan
-
-        planned = plan(layout, layout_of(to, model), allow_casts="dtype=" in to)
-        picture = (
-            pages.plan_picture(planned, select=select, head_dim=head_dim)
-            if svg is not None
-            else text.plan_picture(planned, select=select, head_dim=head_dim, width=stdout().width)
-        )
-    else:
-        picture = (
-            pages.layout_picture(layout, select=select, head_dim=head_dim)
-            if svg is not None
-            else text.layout_picture(layout, select=select, head_dim=head_dim, width=stdout().width)
-        )
+    how: dict[str, Any] = {"select": select, "head_dim": head_dim}
     if svg is None:
-        typer.echo(picture.rstrip("\n"))
+        how["width"] = stdout().width
+    drawer: Any = text if svg is None else pages
+    if to is None:
+        picture = drawer.layout_picture(layout, **how)
+    else:
+        planned = plan(layout, layout_of(to, model), allow_casts="dtype=" in to)
+        picture = drawer.plan_picture(planned, **how)
+    if svg is None:
+        print_block(picture)
     else:
         svg.write_text(picture, encoding="utf-8")
-        stderr().print(f"drawn to {svg}", markup=False)
+        stderr().print(f"drawn to {svg}", markup=False, soft_wrap=True)
 
 
 def _model(
