@@ -30,7 +30,7 @@ def match(candidates: Iterable[Layout], names: Iterable[str]) -> Layout:
         "the stored names are those of the model, all of them and no others",
         where=f"compared with the nearest form of {layout.name}",
         equation=f"missing {_few(missing)}; unexpected {_few(unexpected)}",
-        hint="check that the config belongs to the weights; leave out by name what is no weight of the model",
+        hint="take the config that belongs to the weights; save them without what is no weight of the model",
     )
 
 
