@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardweave.plan.assemble import assemble
 from shardweave.plan.cost import Cost, cost, needed_bytes
 from shardweave.plan.file import decode, encode, load, save
 from shardweave.plan.plan import Copy, Family, Plan
@@ -14,6 +15,7 @@ __all__ = [
     "Cost",
     "Family",
     "Plan",
+    "assemble",
     "cost",
     "decode",
     "empty",

@@ -26,16 +26,13 @@ class Candidates:
 
     Attributes:
         rank: Global ranks, group after group, each once in its group.
+        group: The group of each.
         first: Where the ranks of each group begin, and one past the end.
     """
 
     rank: Ints
+    group: Ints
     first: Ints
-
-    @property
-    def group(self) -> Ints:
-        """The group of each row of ``rank``."""
-        return np.repeat(np.arange(len(self.first) - 1), self.first[1:] - self.first[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,9 @@ def _in_turn(
     order = np.lexsort((moves, num_bytes[moves], wanted))
     moves, wanted, first, choices = moves[order], wanted[order], first[order], choices[order]
     sizes = num_bytes[moves]
-    alike = np.cumsum(np.diff(wanted, prepend=-1).astype(bool) | np.diff(sizes, prepend=-1).astype(bool)) - 1
+    differs = np.zeros(len(moves), dtype=np.int64)
+    differs[1:] = (wanted[1:] != wanted[:-1]) | (sizes[1:] != sizes[:-1])
+    alike = np.cumsum(differs)
     number = np.bincount(alike)[alike]
     even = np.minimum(choices // np.gcd(number, choices), -(-_TURNS * choices // number))
     parts = np.minimum(np.minimum(even, MOST_PARTS), np.maximum(width[moves], 1))

@@ -186,8 +186,9 @@ class _Planner:
                 group, code = group[who], code[who] + one.entry[place] * weight
                 digits = digits // size
             who, place = every_pair(classes.first, code)
-            first = np.searchsorted(group[who], np.arange(total + 1), "left")
-            self.candidates[key] = Candidates(classes.ranks[place], first)
+            group = group[who]
+            first = np.searchsorted(group, np.arange(total + 1), "left")
+            self.candidates[key] = Candidates(classes.ranks[place], group, first)
         return self.candidates[key]
 
     def family(

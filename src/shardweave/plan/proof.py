@@ -21,7 +21,7 @@ from shardweave.layout.layout import format_ranks
 from shardweave.layout.table import Ints, within
 from shardweave.layout.tiling import find_overlap
 from shardweave.plan.plan import BOX_COLUMNS, MOVE_COLUMNS, Family, Plan, box_of
-from shardweave.plan.side import Side
+from shardweave.plan.side import Side, tally
 
 
 def prove_plan(plan: Plan) -> None:
@@ -166,18 +166,16 @@ def _check_side(family: Family, side: Side, part: Part, which: str) -> _Writes:
     rank_class = classes.of_rank[np.where(inside, place, 0)]
     here = inside & (rank_class >= 0)
     if not here.all():
-        move = int(np.argmin(here))
+        stranger = int(np.argmin(here))
         raise HolderError(
             "a plan names only ranks that have the buffer",
-            where=where(move),
-            equation=f"{which}({ranks[move]}) has no {rule.name!r}",
+            where=where(stranger),
+            equation=f"{which}({ranks[stranger]}) has no {rule.name!r}",
             hint="make the plan again from the same layouts",
         )
     # Ranks of a class hold the same, so each pair of a box and a class is looked at once.
     num_classes = len(classes.entry)
-    pair, move, number_of = np.unique(
-        family.box * num_classes + rank_class, return_index=True, return_counts=True
-    )
+    pair, move, number_of = tally(family.box * num_classes + rank_class, len(family.count) * num_classes)
     box, rank_class = pair // num_classes, pair % num_classes
     entry = runs.base + classes.entry[rank_class]
     at, stride, count = at[box], stride[box], family.count[box]
@@ -257,7 +255,8 @@ def _is_alike(side: Side, number: int, writes: _Writes) -> bool:
         return False
     family = writes.family
     rank = family.dst - side.layout.mesh.offset
-    return len(np.unique(family.box * side.layout.mesh.size + rank)) == len(family.box)
+    size = side.layout.mesh.size
+    return len(tally(family.box * size + rank, len(family.count) * size)[0]) == len(family.box)
 
 
 def _refuse_overlap(side: Side, rows: list[tuple[_Target, _Writes, Ints]], *pair: int) -> NoReturn:

@@ -177,8 +177,8 @@ def _joined(columns: list[Ints]) -> Ints:
 def _held(found: Atoms) -> Held:
     entry = found.holders.entry
     if len(found.holders) == len(found.pieces):
-        used, group = np.unique(entry, return_inverse=True)
-        return Held(found, group, used, np.arange(len(used) + 1))
+        number = 1 + int(entry.max(initial=-1))
+        return Held(found, entry, np.arange(number), np.arange(number + 1))
     # Sets of entries are compared as tuples; only dims with replicas along the axis that cuts them get here.
     bounds = found.first.tolist()
     sets: dict[tuple[int, ...], int] = {}
@@ -203,3 +203,19 @@ def every_pair(first: Ints, chosen: Ints) -> tuple[Ints, Ints]:
     """
     counts = first[chosen + 1] - first[chosen]
     return np.repeat(np.arange(len(chosen)), counts), np.repeat(first[chosen], counts) + within(counts)
+
+
+def tally(key: Ints, span: int) -> tuple[Ints, Ints, Ints]:
+    """The distinct keys ascending, where each is first, and how often it occurs. Keys are below ``span``.
+
+    >>> tally(np.array([2, 0, 2]), 3)
+    (array([0, 2]), array([1, 0]), array([1, 2]))
+    """
+    if span > 8 * len(key) + 1024:
+        return np.unique(key, return_index=True, return_counts=True)
+    # Most keys occur, so counting them is cheaper than sorting.
+    number = np.bincount(key, minlength=span)
+    first = np.zeros(span, dtype=np.int64)
+    first[key[::-1]] = np.arange(len(key) - 1, -1, -1)
+    found = np.flatnonzero(number)
+    return found, first[found], number[found]

@@ -23,7 +23,6 @@ def materialise(layout: Layout, values: Mapping[Tensor, NDArray[Any]], *, fill: 
         values: The whole of each tensor, index dims first, in order of the index.
         fill: What padding holds.
     """
-    places = {tensor: tuple(_places(dim) for dim in tensor.dims) for tensor in layout.tensors}
     state: State = {}
     for rank in layout.mesh.ranks:
         state[rank] = {}
@@ -31,10 +30,7 @@ def materialise(layout: Layout, values: Mapping[Tensor, NDArray[Any]], *, fill: 
             dtype = values[buffer.parts[0].tensor].dtype
             held = np.full([len(dim) for dim in buffer.dims], fill, dtype=dtype)
             for piece in buffer.pieces():
-                index = (
-                    [of[number] for number in numbers]
-                    for of, numbers in zip(places[piece.tensor], piece.box.dims, strict=True)
-                )
+                index = (place_of(dim, r) for dim, r in zip(piece.tensor.dims, piece.box.dims, strict=True))
                 held[tuple(_slice(r) for r in piece.at.dims)] = values[piece.tensor][np.ix_(*index)]
             # Separate index dims outermost, then the stored array in its own order.
             arrays = held.transpose((*buffer.separate, *buffer.stacked))
@@ -43,8 +39,12 @@ def materialise(layout: Layout, values: Mapping[Tensor, NDArray[Any]], *, fill: 
     return state
 
 
-def _places(dim: Dim) -> dict[int, int]:
-    return {number: place for place, (_, number) in enumerate(dim)}
+def place_of(dim: Dim, numbers: range) -> NDArray[np.int64]:
+    """Where in a dim of a tensor some of its numbers are, each of which it takes once."""
+    held = np.array([number for _, number in dim], dtype=np.int64)
+    order = np.argsort(held, kind="stable")
+    found: NDArray[np.int64] = order[np.searchsorted(held[order], np.asarray(numbers, dtype=np.int64))]
+    return found
 
 
 def empty(layout: Layout, dtype: DTypeLike, *, fill: object) -> State:
