@@ -19,6 +19,9 @@ _DTYPES: Mapping[str, tuple[int, str, int, int]] = {
     "int64": (8, "int", 64, 1),
     "float8_e4m3fn": (1, "float", 4, 3),
     "float8_e5m2": (1, "float", 5, 2),
+    # Another bias and no negative zero: no other format holds their values and none of theirs is safe.
+    "float8_e4m3fnuz": (1, "fnuz", 4, 3),
+    "float8_e5m2fnuz": (1, "fnuz", 5, 2),
     "float8_e8m0fnu": (1, "scale", 8, 0),
     "float16": (2, "float", 5, 10),
     "bfloat16": (2, "float", 8, 7),

@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ITEMSIZE: Mapping[str, int] = {
-    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4,
-    "uint64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
-    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1, "complex64": 8,
-}  # fmt: skip
+from shardweave.layout.dtype import DTYPES, itemsize
+
+ITEMSIZE: Mapping[str, int] = {name: itemsize(name) for name in DTYPES}
 """Bytes of one element, by torch's name of the dtype without the ``torch.``."""
 
 
