@@ -38,7 +38,7 @@ def main() -> int:
     say("1. Where the rows of the fused QKV weight lie on 4 Megatron ranks, and where they go")
     picture = OUT.with_suffix(".svg")
     picture.parent.mkdir(exist_ok=True)
-    layouts = ("--as", "megatron:tp=2,pp=2", "--to", "hf", "--dtype", "float32")
+    layouts = ("--as", "megatron:tp=2,pp=2", "--to", "hf")
     draw = ("show", str(TRUTH / "config.json"), *layouts, "--select", "linear_qkv.weight")
     run(*draw)
     run(*draw, "--svg", str(picture))

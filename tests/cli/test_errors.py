@@ -69,7 +69,7 @@ def test_usage_errors(sw: Run, golden, checkpoint, data_dir: Path, tmp_path: Pat
         ("probe", "os:getcwd", "--shape", "8", "--shape", "8", "--tp", "2"),
         ("probe", "os:getcwd", "--shape", "8", "--tp", "2", "--expect", "megatron:qvk"),
         ("probe", "os:getcwd", "--shape", "8", "--tp", "2", "--expect", "0:4"),
-        ("show", config, "--dtype", "bfloat16"),
+        ("show", config),
     ]
     shown = []
     for command in commands:

@@ -15,7 +15,7 @@ QKV = ("--select", "linear_qkv.weight")
 def test_rows_of_ranks(sw: Run, checkpoint: Checkpoint) -> None:
     """8 query heads over 2 KV heads at TP 4: half of the ranks own no K and no V."""
     _, config = checkpoint("mc_gqa_tp4")
-    done = sw("show", config, "--dtype", "float32", "--as", "megatron:tp=4", *QKV)
+    done = sw("show", config, "--as", "megatron:tp=4", *QKV)
     assert (done.code, done.err) == (0, "")
     assert done.out.count("no k, no v") == 2
     assert "q heads 0-2" in done.out
@@ -25,7 +25,7 @@ def test_rows_of_ranks(sw: Run, checkpoint: Checkpoint) -> None:
 
 def test_where_rows_go(sw: Run, checkpoint: Checkpoint) -> None:
     _, config = checkpoint("mc_gqa_tp4")
-    layouts = ("--dtype", "float32", "--as", "megatron:tp=4", "--to", "vllm:tp=2")
+    layouts = ("--as", "megatron:tp=4", "--to", "vllm:tp=2")
     done = sw("show", config, *layouts, *QKV)
     assert done.code == 0
     assert "megatron" in done.out

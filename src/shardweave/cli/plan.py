@@ -86,7 +86,15 @@ def plan(
     spec: options.Spec = None,
     layer_keys: options.LayerKeys = None,
     vocab_divisor: options.VocabDivisor = None,
-    dtype: options.Dtype = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            parser=options.parse_dtype,
+            metavar="DTYPE",
+            help="Of the weights in the target; with --model, of the weights on both sides.",
+        ),
+    ] = None,
     stacked_experts: options.StackedExperts = False,
     max_file_size: options.MaxFileSize = "5GB",  # type: ignore[assignment]
     as_json: options.Json = False,

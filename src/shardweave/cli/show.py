@@ -39,7 +39,6 @@ def show(
         Path | None, typer.Option("--svg", metavar="FILE.svg", help="Write the picture there instead.")
     ] = None,
     config: options.Config = None,
-    dtype: options.Dtype = None,
     debug: options.Debug = False,
 ) -> None:
     """Draw which ranks hold which rows, fused weights too.
@@ -51,7 +50,7 @@ def show(
     from shardweave.show import svg as pages
     from shardweave.show import text
 
-    model, stored = _model(path, config, dtype, as_ is None)
+    model, stored = _model(path, config, as_ is None)
     layout = layout_of(as_, model) if as_ is not None else stored
     if layout is None:
         raise GeometryError(
@@ -76,15 +75,14 @@ def show(
         stderr().print(f"drawn to {svg}", markup=False, soft_wrap=True)
 
 
-def _model(
-    path: Path, config: Path | None, dtype: str | None, checkpoint: bool
-) -> tuple[Model, Layout | None]:
+def _model(path: Path, config: Path | None, checkpoint: bool) -> tuple[Model, Layout | None]:
     """The model at a path, and how it is stored there where it is a checkpoint."""
     from shardweave.convert import open_checkpoint
     from shardweave.models import from_config
 
     folder_of_config = path.is_dir() and not checkpoint and (path / "config.json").is_file()
     if path.suffix == ".json" or folder_of_config:
-        return from_config(path, dtype=dtype or ""), None
+        # A picture is the same in every dtype, and many configs name none.
+        return from_config(path, dtype="bfloat16"), None
     found = open_checkpoint(path, config=config)
     return found.model, found.layout

@@ -166,23 +166,29 @@ def _padded_vocab(stored: Mapping[str, StoredTensor]) -> int | None:
 def _as_stored(layout: Layout, stored: Mapping[str, StoredTensor]) -> Layout:
     """The layout with the dtypes that are stored, every shape compared."""
     dtypes: dict[str, set[str]] = {}
+    wrong = [
+        (name, stored[name].shape, buffer.shape)
+        for name, (buffer, _) in layout.arrays(0).items()
+        if stored[name].shape != buffer.shape
+    ]
+    if wrong:
+        (name, found, expected), *more = wrong
+        raise OutsideError(
+            "a stored array has the shape that the model says",
+            where=f"array {name!r}",
+            equation=f"stored {found} != {expected} in layout {layout.name}"
+            + (f", and {len(more)} more: {', '.join(name for name, _, _ in more[:3])}" if more else ""),
+            hint="the config belongs to another model, or heads, layers or vocabulary differ",
+        )
     for name, (buffer, _) in layout.arrays(0).items():
-        tensor = stored[name]
-        if tensor.shape != buffer.shape:
-            raise OutsideError(
-                "a stored array has the shape that the model says",
-                where=f"array {name!r}",
-                equation=f"stored {tensor.shape} != {buffer.shape} in layout {layout.name}",
-                hint="the config belongs to another model, or heads, layers or vocabulary differ",
-            )
-        dtypes.setdefault(buffer.name, set()).add(tensor.dtype)
-    mixed = {name: found for name, found in dtypes.items() if len(found) > 1}
+        dtypes.setdefault(buffer.name, set()).add(stored[name].dtype)
+    mixed = {name: several for name, several in dtypes.items() if len(several) > 1}
     if mixed:
-        name, found = next(iter(mixed.items()))
+        name, several = next(iter(mixed.items()))
         raise DtypeError(
             "arrays of one family have one dtype",
             where=f"arrays {name!r}",
-            equation=f"stored as {', '.join(sorted(found))}",
+            equation=f"stored as {', '.join(sorted(several))}",
             hint="convert the odd layers to the dtype of the others first",
         )
     return replace(
