@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 from shardweave.convert.accounting import Account, account
 from shardweave.convert.compare import check_replicas
-from shardweave.convert.execute import Progress, execute
+from shardweave.convert.execute import execute, unwritable
 from shardweave.convert.journal import Journal
 from shardweave.convert.source import Checkpoint, open_checkpoint
 from shardweave.convert.staging import Staging, write_text
@@ -42,6 +43,7 @@ _BESIDE = (
 
 
 _DIGEST_BYTES = 2 << 20
+_NO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,45 @@ def convert(
     start = time.monotonic()
     _check_apart(job.source.manifest.root, dst)
     books = account(job.source, job.plan)
-    identity = _identity(job)
-    workers = workers or min(8, os.cpu_count() or 1)
-    resumed = 0
+    try:
+        resumed = _carry_out(
+            job,
+            dst,
+            force=force,
+            memory_bytes=memory_bytes,
+            workers=workers or min(8, os.cpu_count() or 1),
+            digests=digests,
+            fsync=fsync,
+            progress=progress,
+        )
+    except OSError as error:
+        if error.errno not in _NO_WRITE:
+            raise
+        raise unwritable(error, str(error.filename or dst)) from error
+    return Report(
+        dst=dst,
+        num_tensors=len(job.target.specs),
+        written_bytes=job.num_bytes,
+        needed_bytes=needed_bytes(job.target.layout),
+        resumed=resumed,
+        seconds=time.monotonic() - start,
+        account=books,
+    )
+
+
+def _carry_out(
+    job: Job,
+    dst: Path,
+    *,
+    force: bool,
+    memory_bytes: int,
+    workers: int,
+    digests: bool,
+    fsync: bool,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Stage and publish; returns how many extents an earlier run had written."""
+    identity, resumed = _identity(job), 0
     with Staging(dst, force=force) as staging:
         if not staging.ready:
             # Before anything is staged: a source that contradicts itself leaves nothing behind.
@@ -187,15 +225,7 @@ def convert(
                 _write_beside(job, staging.data, fsync=fsync)
                 job.target.finish(manifest, _checksums(manifest, journal), fsync=fsync)
         staging.publish(fsync=fsync)
-    return Report(
-        dst=dst,
-        num_tensors=len(job.target.specs),
-        written_bytes=job.num_bytes,
-        needed_bytes=needed_bytes(job.target.layout),
-        resumed=resumed,
-        seconds=time.monotonic() - start,
-        account=books,
-    )
+    return resumed
 
 
 def _check_apart(src: Path, dst: Path) -> None:
@@ -286,6 +316,3 @@ def _write_beside(job: Job, folder: Path, *, fsync: bool) -> None:
         path = job.source.manifest.root / name
         if path.is_file() and not path.is_symlink():
             shutil.copyfile(path, folder / name)
-
-
-__all__ = ["Geometry", "Job", "Progress", "Report", "convert", "prepare"]

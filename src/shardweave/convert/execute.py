@@ -237,12 +237,7 @@ class _Worker:
             while done < len(data):
                 done += os.pwrite(self._file(task), data[done:], at + done)
         except OSError as error:
-            raise WriteError(
-                "the target can be written",
-                where=f"{task.extent.file} at byte {at + done}",
-                equation=error.strerror or str(error),
-                hint="make room or mend the rights, then run the same command again: what is written is kept",
-            ) from error
+            raise unwritable(error, f"{task.extent.file} at byte {at + done}") from error
 
     def _file(self, task: Task) -> int:
         """The file of a task, open; tasks come in the order of files."""
@@ -270,6 +265,16 @@ class _Checksums:
     def facts(self) -> dict[str, Any]:
         crc = {} if self._crc is None else {"crc32": self._crc}
         return {"xxh3_128": self._digest.hexdigest(), **crc}
+
+
+def unwritable(error: OSError, where: str) -> WriteError:
+    """The error of a write that the operating system refused."""
+    return WriteError(
+        "the target can be written",
+        where=where,
+        equation=error.strerror or str(error),
+        hint="make room or mend the rights, then run the same command again: what is written is kept",
+    )
 
 
 def _cast(block: np.ndarray, source: str, target: str) -> np.ndarray:
