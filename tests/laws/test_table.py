@@ -10,6 +10,7 @@ from strategies import crowded_dims
 
 from shardweave.errors import CutError
 from shardweave.layout import Dim, Run, whole
+from shardweave.layout import table as table_module
 from shardweave.layout.table import Table, atoms, join, table
 
 HUGE = 10**12
@@ -141,3 +142,22 @@ def test_many_runs_are_no_phases() -> None:
     rows = Table(none, 2 * column, ones, ones, column, ones)
     assert len(join(rows, rows)) == n
     assert len(join(rows, table([Dim([Run("", 0, n // 2, 4)])], ""))) == n // 2
+
+
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=12)
+
+
+@given(intervals, intervals)
+def test_few_pairs_are_compared_and_many_are_sorted_alike(
+    a: list[tuple[int, int]], b: list[tuple[int, int]]
+) -> None:
+    low_a, low_b = (np.array([low for low, _ in side], dtype=np.int64) for side in (a, b))
+    high_a, high_b = (np.array([low + size for low, size in side], dtype=np.int64) for side in (a, b))
+    wanted = [
+        (i, j) for i in range(len(a)) for j in range(len(b)) if low_a[i] < high_b[j] and low_b[j] < high_a[i]
+    ]
+    for few in (0, 1 << 10):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(table_module, "_FEW_PAIRS", few)
+            i, j = table_module._overlaps(low_a, high_a, low_b, high_b)
+        assert list(zip(i.tolist(), j.tolist(), strict=True)) == wanted

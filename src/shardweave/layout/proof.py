@@ -52,7 +52,7 @@ def _prove_tensor(layout: Layout, tensor: Tensor, union: _Unions) -> None:
         rule = layout.rules[i]
         held = (union.of(rule, part, d, dim) for d, dim in enumerate(domain))
         boxes = [Box(ranges) for ranges in itertools.product(*held)]
-        left = [rest for piece in left for rest in _subtract_all(piece, boxes)]
+        left = [] if left == boxes else [rest for piece in left for rest in _subtract_all(piece, boxes)]
         if part.replica:
             continue
         for box in boxes:

@@ -21,6 +21,7 @@ from shardweave.layout.run import Dim
 Ints = NDArray[np.int64]
 
 _MOST_PHASES = 1 << 20
+_FEW_PAIRS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,8 @@ def join(a: Table, b: Table) -> Join:
     positions that hold the same index.
     """
     parts: list[Join] = []
-    for step_a in np.unique(a.step):
-        for step_b in np.unique(b.step):
+    for step_a in sorted(set(a.step.tolist())):
+        for step_b in sorted(set(b.step.tolist())):
             rows_a, rows_b = np.flatnonzero(a.step == step_a), np.flatnonzero(b.step == step_b)
             parts.append(_join_steps(a, rows_a, b, rows_b))
     if not parts:
@@ -175,6 +176,10 @@ def _overlaps(low_a: Ints, high_a: Ints, low_b: Ints, high_b: Ints) -> tuple[Int
     Either the second begins inside the first, or the first begins inside the second and not at its
     beginning.
     """
+    if len(low_a) * len(low_b) <= _FEW_PAIRS:
+        # Comparing a few intervals costs less than sorting them.
+        found = np.nonzero((low_a[:, None] < high_b) & (low_b < high_a[:, None]))
+        return found[0], found[1]
     order_a, order_b = np.argsort(low_a, kind="stable"), np.argsort(low_b, kind="stable")
     sorted_a, sorted_b = low_a[order_a], low_b[order_b]
     first, last = np.searchsorted(sorted_b, low_a, "left"), np.searchsorted(sorted_b, high_a, "left")
