@@ -103,7 +103,9 @@ def load(case: dict[str, Any], out: Path, rank: int) -> None:
     }
     try:
         state = dist_checkpointing.load(
-            model.sharded_state_dict(metadata=case.get("metadata")), case["checkpoint"], strict=case.get("strict", "raise_all")
+            model.sharded_state_dict(metadata=case.get("metadata")),
+            case["checkpoint"],
+            strict=case.get("strict", "raise_all"),
         )
         result = model.load_state_dict(state, strict=False)
         report["missing"] = [key for key in result.missing_keys if "_extra_state" not in key]

@@ -185,7 +185,7 @@ class Reader:
         ):
             raise OutsideError(
                 "a box lies inside its tensor",
-                where=repr(tensor.key),
+                where=f"{self.manifest.root}, {tensor.key!r}",
                 equation=f"offset={offset} shape={shape} tensor shape={tensor.shape}",
                 hint="ask for a box within the tensor's shape",
             )
@@ -206,7 +206,7 @@ class Reader:
         if self._proved is not None and tensor.key == self._proved[0]:
             return self._proved[1]
         item = numpy_dtype(tensor.dtype).itemsize
-        _prove_tiling(tensor)
+        _prove_tiling(tensor, self.manifest.root)
         for extent in tensor.extents:
             if not extent.numel:
                 continue
@@ -215,7 +215,7 @@ class Reader:
             if end > size:
                 raise TruncatedError(
                     "a file holds all bytes of its tensors",
-                    where=f"{tensor.key!r} in {extent.file!r}",
+                    where=f"{self.manifest.root}, {tensor.key!r} in {extent.file!r}",
                     equation=f"bytes {extent.start}..{end} of a file of {size} bytes",
                     hint="copy or download the file again",
                 )
@@ -229,7 +229,7 @@ class Reader:
         if wanted > stored:
             raise FormatError(
                 "a large tensor is not larger than the files that hold it",
-                where=repr(tensor.key),
+                where=f"{self.manifest.root}, {tensor.key!r}",
                 equation=f"bytes of the array={wanted} > bytes of its files={stored}",
                 hint="read it in slabs with iter_rows if the repetition is meant",
             )
@@ -257,8 +257,10 @@ class Reader:
             begin, end = np.maximum(boxes.low[i], low), np.minimum(boxes.high[i], high)
             skipped = (begin - boxes.low[i]).tolist()
             first = extent.start + out.itemsize * sum(a * s for a, s in zip(skipped, strides, strict=True))
-            cut = [slice(a, b) for a, b in zip((begin - low).tolist(), (end - low).tolist(), strict=True)]
-            where = f"{tensor.key!r} in {extent.file!r}"
+            cut: list[Any] = [
+                slice(a, b) for a, b in zip((begin - low).tolist(), (end - low).tolist(), strict=True)
+            ]
+            where = f"{self.manifest.root}, {tensor.key!r} in {extent.file!r}"
             self._copy(self._file(extent.file)[0], first, strides, out[(*cut, ...)], where=where)
 
     def _copy(self, fd: int, start: int, strides: tuple[int, ...], out: Array, *, where: str) -> None:
@@ -357,7 +359,7 @@ def read_rows(fd: int, start: int, rows: Sequence[Array], *, where: str) -> None
         TruncatedError: The file ends first.
     """
     for first in range(0, len(rows), _MAX_VECTOR):
-        some = rows[first : first + _MAX_VECTOR]
+        some: Sequence[Any] = rows[first : first + _MAX_VECTOR]
         size = sum(row.nbytes for row in some)
         if os.preadv(fd, some, start) != size:
             # A short read is rare: the end of the file, or a signal.
@@ -379,7 +381,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
-def _prove_tiling(tensor: StoredTensor) -> None:
+def _prove_tiling(tensor: StoredTensor, root: Path) -> None:
     """Each element lies in exactly one box: all boxes inside, volumes add up, no two overlap."""
     rank = len(tensor.shape)
     for extent in tensor.extents:
@@ -393,16 +395,16 @@ def _prove_tiling(tensor: StoredTensor) -> None:
         ):
             raise OutsideError(
                 "a stored box lies inside its tensor, with strides and start that are not negative",
-                where=f"{tensor.key!r} in {extent.file!r}",
+                where=f"{root}, {tensor.key!r} in {extent.file!r}",
                 equation=f"{extent} of tensor shape={tensor.shape}",
-                hint="the checkpoint is damaged or its reader is wrong; do not use it",
+                hint="do not use it: the checkpoint is damaged, or its manifest was not made by a reader of this package",
             )
     boxes = [e for e in tensor.extents if e.numel]
     held, needed = sum(e.numel for e in boxes), math.prod(tensor.shape)
     if held < needed:
         raise GapError(
             "the stored boxes cover their tensor",
-            where=repr(tensor.key),
+            where=f"{root}, {tensor.key!r}",
             equation=f"sum of box sizes={held} != tensor size={needed}",
             hint="copy the whole checkpoint again, all its files; do not load it partially",
         )
@@ -411,7 +413,7 @@ def _prove_tiling(tensor: StoredTensor) -> None:
         pair = clash or (boxes[0], boxes[-1])
         raise OverlapError(
             "an element is stored once",
-            where=repr(tensor.key),
+            where=f"{root}, {tensor.key!r}",
             equation=" and ".join(f"offset={e.offset} shape={e.shape} in {e.file!r}" for e in pair),
             hint="name one of them as the owner; the checkpoint does not say which is right",
         )
