@@ -397,7 +397,7 @@ def _prove_tiling(tensor: StoredTensor, root: Path) -> None:
                 "a stored box lies inside its tensor, with strides and start that are not negative",
                 where=f"{root}, {tensor.key!r} in {extent.file!r}",
                 equation=f"{extent} of tensor shape={tensor.shape}",
-                hint="do not use it: the checkpoint is damaged, or its manifest was not made by a reader of this package",
+                hint="do not use it: the checkpoint is damaged, or its manifest was made by hand",
             )
     boxes = [e for e in tensor.extents if e.numel]
     held, needed = sum(e.numel for e in boxes), math.prod(tensor.shape)
