@@ -58,8 +58,7 @@ def table(dims: Sequence[Dim], label: str) -> Table:
         for run, at in zip(dim.runs, dim.positions, strict=True)
         if run.label == label
     ]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-    return Table(*(np.ascontiguousarray(column) for column in columns))
+    return Table(*np.ascontiguousarray(np.array(rows, dtype=np.int64).reshape(-1, 6).T))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +217,11 @@ def atoms(rows: Table) -> Atoms:
     """
     if not len(rows):
         return Atoms(rows, np.zeros(1, dtype=np.int64), rows)
-    if int(rows.step.max()) == 1 and int(rows.step.min()) == 1 and not _overlapping(rows):
-        order = np.argsort(rows.start, kind="stable")
-        held = rows[order]
-        return Atoms(_numbered(held.start, held.count, held.step), np.arange(len(rows) + 1), held)
+    if int(rows.step.max()) == 1:
+        held = rows[np.argsort(rows.start, kind="stable")]
+        ends = np.maximum.accumulate(held.start + held.count)
+        if not (held.start[1:] < ends[:-1]).any():
+            return Atoms(_numbered(held.start, held.count, held.step), np.arange(len(rows) + 1), held)
     period = math.lcm(*(int(step) for step in np.unique(rows.step)))
     _, x = _phases(rows, period)
     span = 1 + _most(x.start + x.step * x.count) // period
@@ -248,9 +248,3 @@ def atoms(rows: Table) -> Atoms:
 def _numbered(start: Ints, count: Ints, step: Ints) -> Table:
     n = len(start)
     return Table(np.arange(n), start, count, step, np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64))
-
-
-def _overlapping(rows: Table) -> bool:
-    order = np.argsort(rows.start, kind="stable")
-    start, stop = rows.start[order], (rows.start + rows.count)[order]
-    return bool(np.any(start[1:] < np.maximum.accumulate(stop)[:-1]))

@@ -38,7 +38,9 @@ class Tables:
         found = self._seen.get(key)
         if found is None:
             dims = table_of(dim)
-            rows = self._rows.setdefault((dims, label), table(dims, label))
+            rows = self._rows.get((dims, label))
+            if rows is None:
+                rows = self._rows[dims, label] = table(dims, label)
             sizes = tuple(len(one) for one in dims)
             lengths = self._lengths.setdefault(sizes, np.array(sizes, dtype=np.int64))
             found = self._seen[key] = dim, rows, lengths

@@ -138,7 +138,7 @@ def _in_turn(
     first = np.searchsorted(at, wanted, "left")
     choices = np.searchsorted(at, wanted, "right") - first
 
-    order = np.lexsort((moves, num_bytes[moves], wanted))
+    order = np.lexsort((num_bytes[moves], wanted))  # stable, so moves stay in order
     moves, wanted, first, choices = moves[order], wanted[order], first[order], choices[order]
     sizes = num_bytes[moves]
     differs = np.zeros(len(moves), dtype=np.int64)
