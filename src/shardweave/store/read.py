@@ -294,7 +294,8 @@ class Reader:
             steps = tuple(s * item for s in strides)
             out[...] = np.lib.stride_tricks.as_strided(words, out.shape, steps, writeable=False)
         else:
-            dim = max(range(out.ndim), key=lambda d: (out.shape[d] - 1) * strides[d])
+            # A dim of one index cannot be halved, also where all strides are 0.
+            dim = max(range(out.ndim), key=lambda d: (out.shape[d] > 1, (out.shape[d] - 1) * strides[d]))
             half = out.shape[dim] // 2
             parts = np.split(out, [half], axis=dim)
             self._copy(fd, start, strides, parts[0], where=where)
