@@ -37,6 +37,8 @@ class Boxes:
         if self._begin.size:
             start = int(np.searchsorted(self._reach, low[0], side="right"))
             near = near[start : int(np.searchsorted(self._begin, high[0], side="left"))]
-        hit = ((self.low[near] < high) & (self.high[near] > low)).all(axis=1)
+        # Where one begins within the other; an empty box shares no element with anything.
+        begin, end = np.maximum(self.low[near], low), np.minimum(self.high[near], high)
+        hit = (begin < end).all(axis=1)
         found: list[int] = np.sort(near[hit]).tolist()
         return found
