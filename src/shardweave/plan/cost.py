@@ -111,29 +111,22 @@ def _imbalance(rank: Ints, num_bytes: Ints, layout: Layout) -> float:
 
 def _pieces(family: Family, src: Side, dst: Side) -> tuple[Ints, Ints]:
     """For each move, how many pairs of stored arrays it touches, and contiguous stretches in each pair."""
-    order = [side.layout.rules[number].stacked for side, number in _numbers(family, src, dst)]
-    assert order[0] is not None and order[1] is not None
-    walked = [d for d in range(family.tensor.num_dims) if d not in order[0] or d not in order[1]]
+    sides = (src, family.src_rule, family.src), (dst, family.dst_rule, family.dst)
+    src_order, dst_order = (side.layout.rules[number].stacked or () for side, number, _ in sides)
+    src_length, dst_length = (_lengths(*one) for one in sides)
+    walked = [d for d in range(family.tensor.num_dims) if d not in src_order or d not in dst_order]
     count, numel = family.count[family.box], family.numel[family.box]
     arrays = np.prod(count[:, walked], axis=1, dtype=np.int64)
-    lengths = [
-        _lengths(side, number, rank)
-        for (side, number), rank in zip(_numbers(family, src, dst), (family.src, family.dst), strict=True)
-    ]
     dense = (count == 1) | ((family.src_step == 1) & (family.dst_step == 1))[family.box]
-    whole = dense & (count == lengths[0]) & (count == lengths[1])
+    whole = dense & (count == src_length) & (count == dst_length)
     # The stretch grows from the innermost dim outwards, while both arrays go on in the same order.
     stretch, growing = np.ones_like(numel), np.ones(len(numel), dtype=np.bool_)
-    for d, e in zip(reversed(order[0]), reversed(order[1]), strict=False):
+    for d, e in zip(reversed(src_order), reversed(dst_order), strict=False):
         if d != e:
             break
         stretch *= np.where(growing & dense[:, d], count[:, d], 1)
         growing &= whole[:, d]
     return arrays, numel // np.maximum(arrays * stretch, 1)
-
-
-def _numbers(family: Family, src: Side, dst: Side) -> tuple[tuple[Side, int], tuple[Side, int]]:
-    return (src, family.src_rule), (dst, family.dst_rule)
 
 
 def _lengths(side: Side, number: int, rank: Ints) -> Ints:

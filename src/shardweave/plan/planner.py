@@ -120,7 +120,7 @@ class _Planner:
     def __init__(self, src: Side, dst: Side, loads: Loads) -> None:
         self.src, self.dst, self.loads = src, dst, loads
         self.commons: dict[tuple[int, int], _Common] = {}
-        self.candidates: dict[tuple[int, ...], Candidates] = {}
+        self.candidates: dict[object, Candidates] = {}
 
     def sources(self, tensor: Tensor) -> list[tuple[int, Part]]:
         """The buffers to read a tensor from: its owners, or else one replica that has all of it."""
@@ -175,7 +175,8 @@ class _Planner:
 
     def candidates_of(self, held: Sequence[Held], classes: Classes) -> Candidates:
         """The source ranks of each combination of one set of entries a dim, the first dim fastest."""
-        key = (*(id(one) for one in held), id(classes))
+        # Where nothing is shared, set number e is entry e, whatever the entries hold.
+        key = (*((one.shared, id(one) if one.shared else len(one.first)) for one in held), id(classes))
         if key not in self.candidates:
             total = math.prod(len(one.first) - 1 for one in held)
             group = digits = np.arange(total)
