@@ -26,7 +26,7 @@ FORMATS = ("hf", "megatron")
 """The formats that can be read and written, by the names that commands use."""
 
 _STORES = {"hf": safetensors, "megatron": torch_dist}
-_NOT_WEIGHTS = ("optimizer.", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 """What a Megatron checkpoint may hold beside the weights; left out by name, and said so."""
 
 
