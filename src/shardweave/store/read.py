@@ -23,16 +23,15 @@ from numpy.typing import NDArray
 from shardweave.errors import (
     DtypeError,
     FormatError,
-    GapError,
     MissingFileError,
     OutsideError,
-    OverlapError,
     TruncatedError,
     UnknownNameError,
 )
 from shardweave.store.boxes import Boxes
-from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor
+from shardweave.store.manifest import ITEMSIZE, Manifest, StoredTensor
 from shardweave.store.paths import inside
+from shardweave.store.tiling import prove_tiling, strides_of
 
 Array = NDArray[Any]
 
@@ -206,11 +205,11 @@ class Reader:
         if self._proved is not None and tensor.key == self._proved[0]:
             return self._proved[1]
         item = numpy_dtype(tensor.dtype).itemsize
-        _prove_tiling(tensor, self.manifest.root)
+        prove_tiling([tensor], root=self.manifest.root)
         for extent in tensor.extents:
             if not extent.numel:
                 continue
-            end = extent.start + _span(extent.shape, _strides(extent)) * item
+            end = extent.start + _span(extent.shape, strides_of(extent)) * item
             size = self._file(extent.file)[1]
             if end > size:
                 raise TruncatedError(
@@ -253,7 +252,7 @@ class Reader:
         high = low + np.array(out.shape, np.int64)
         for i in boxes.touching(low, high):
             extent = tensor.extents[i]
-            strides = _strides(extent)
+            strides = strides_of(extent)
             begin, end = np.maximum(boxes.low[i], low), np.minimum(boxes.high[i], high)
             skipped = (begin - boxes.low[i]).tolist()
             first = extent.start + out.itemsize * sum(a * s for a, s in zip(skipped, strides, strict=True))
@@ -371,68 +370,6 @@ def read_rows(fd: int, start: int, rows: Sequence[Array], *, where: str) -> None
         start += size
 
 
-def _strides(extent: Extent) -> tuple[int, ...]:
-    if extent.strides is not None:
-        return extent.strides
-    return tuple(math.prod(extent.shape[d + 1 :]) for d in range(len(extent.shape)))
-
-
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last of a box that is not empty, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-
-
-def _prove_tiling(tensor: StoredTensor, root: Path) -> None:
-    """Each element lies in exactly one box: all boxes inside, volumes add up, no two overlap."""
-    rank = len(tensor.shape)
-    for extent in tensor.extents:
-        lengths = {len(extent.offset), len(extent.shape), len(_strides(extent))}
-        if (
-            lengths != {rank}
-            or min((*extent.offset, *extent.shape, *_strides(extent), extent.start, 0)) < 0
-            or any(
-                o + n > size for o, n, size in zip(extent.offset, extent.shape, tensor.shape, strict=False)
-            )
-        ):
-            raise OutsideError(
-                "a stored box lies inside its tensor, with strides and start that are not negative",
-                where=f"{root}, {tensor.key!r} in {extent.file!r}",
-                equation=f"{extent} of tensor shape={tensor.shape}",
-                hint="do not use it: the checkpoint is damaged, or its manifest was made by hand",
-            )
-    boxes = [e for e in tensor.extents if e.numel]
-    held, needed = sum(e.numel for e in boxes), math.prod(tensor.shape)
-    if held < needed:
-        raise GapError(
-            "the stored boxes cover their tensor",
-            where=f"{root}, {tensor.key!r}",
-            equation=f"sum of box sizes={held} != tensor size={needed}",
-            hint="copy the whole checkpoint again, all its files; do not load it partially",
-        )
-    clash = _overlap(boxes) if len(boxes) > 1 else None
-    if clash or held > needed:
-        pair = clash or (boxes[0], boxes[-1])
-        raise OverlapError(
-            "an element is stored once",
-            where=f"{root}, {tensor.key!r}",
-            equation=" and ".join(f"offset={e.offset} shape={e.shape} in {e.file!r}" for e in pair),
-            hint="name one of them as the owner; the checkpoint does not say which is right",
-        )
-
-
-def _overlap(boxes: Sequence[Extent]) -> tuple[Extent, Extent] | None:
-    """Two boxes that share an element, or none; sorted along the dim that separates most."""
-    low = np.array([e.offset for e in boxes], np.int64).reshape(len(boxes), -1)
-    high = low + np.array([e.shape for e in boxes], np.int64).reshape(len(boxes), -1)
-    if not low.shape[1]:
-        return boxes[0], boxes[1]
-    dim = int(np.argmax([len(np.unique(low[:, d])) for d in range(low.shape[1])]))
-    order = np.argsort(low[:, dim], kind="stable")
-    low, high = low[order], high[order]
-    last = np.searchsorted(low[:, dim], high[:, dim], side="left")
-    for i, stop in enumerate(last):
-        near = slice(i + 1, int(stop))
-        hit = np.flatnonzero(((low[near] < high[i]) & (low[i] < high[near])).all(axis=1))
-        if hit.size:
-            return boxes[order[i]], boxes[order[i + 1 + int(hit[0])]]
-    return None

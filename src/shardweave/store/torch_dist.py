@@ -34,30 +34,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from shardweave.errors import (
     FormatError,
-    GapError,
     IndexMismatchError,
     MissingFileError,
     OverlapError,
     TruncatedError,
     UnknownNameError,
 )
-from shardweave.layout.box import Box
 from shardweave.store import torch_save
 from shardweave.store.manifest import Extent, Manifest, StoredTensor
 from shardweave.store.paths import inside
 from shardweave.store.pickles import PLAIN, Allow
 from shardweave.store.pickles_write import to_plain
 from shardweave.store.strict_json import read_json
+from shardweave.store.tiling import prove_tiling
 from shardweave.store.torch_index import Chunk, Index, Place
 from shardweave.store.torch_save import TensorAt
 
@@ -68,7 +65,6 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 COMMON_OBJECT: Final = "common_state/shard_0_1"
 
 _MAX_SIDE_BYTES: Final = 1 << 30
-_MAX_PAIRS: Final = 1 << 30
 
 _NUMPY: Final = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): None for core in ("core", "_core")},
@@ -314,84 +310,3 @@ def _prove_streams(places: Mapping[Any, Place], sizes: Mapping[str, int], *, roo
                 hint="the index was edited or merged by hand; write it again with torch",
             )
         last = name, start + length
-
-
-def prove_tiling(tensors: Iterable[StoredTensor], *, root: Path) -> None:
-    """Each element of each tensor lies in exactly one extent; ``root`` is for the message.
-
-    Raises:
-        GapError, OverlapError: With the key and a box.
-        FormatError: So many chunks so entangled that no saver cuts them, and proving would take minutes.
-    """
-    for tensor in tensors:
-        if (both := _overlap(tensor, root)) is not None:
-            raise OverlapError(
-                "an element is stored in one chunk",
-                where=f"{root}, {tensor.key!r}",
-                equation=" and ".join(f"chunk at {e.offset} of shape {e.shape}" for e in both),
-                hint="nobody can say which of the two is right; save the checkpoint again",
-            )
-        stored, needed = sum(extent.numel for extent in tensor.extents), math.prod(tensor.shape)
-        if stored != needed:
-            raise GapError(
-                "the chunks of a tensor cover it",
-                where=f"{root}, {tensor.key!r}, box {_gap(tensor)}",
-                equation=f"elements stored({stored}) != prod(shape{tensor.shape})({needed})",
-                hint="torch would leave the rest at its old values; find the missing chunks or save again",
-            )
-
-
-def _overlap(tensor: StoredTensor, root: Path) -> tuple[Extent, Extent] | None:
-    """Two extents that share an element: a sweep along the dim that tells most of them apart."""
-    extents, rank = tensor.extents, len(tensor.shape)
-    if len(extents) < 2:
-        return None
-    if not rank:
-        return extents[0], extents[1]
-    low = np.array([extent.offset for extent in extents], dtype=np.int64)
-    high = low + np.array([extent.shape for extent in extents], dtype=np.int64)
-    dim = max(range(rank), key=lambda d: len(np.unique(low[:, d])))
-    order = np.argsort(low[:, dim], kind="stable")
-    low, high = low[order], high[order]
-    stop = np.searchsorted(low[:, dim], high[:, dim])
-    pairs = int((stop - np.arange(len(stop)) - 1).sum())
-    if pairs > _MAX_PAIRS:
-        raise FormatError(
-            "chunks are told apart by one of their dims",
-            where=f"{root}, {tensor.key!r}",
-            equation=f"{len(extents)} chunks, {pairs} pairs to compare > {_MAX_PAIRS}",
-            hint="no known software cuts tensors so; look at where the index comes from",
-        )
-    for i, end in enumerate(stop):
-        near = slice(i + 1, end)
-        hit = np.flatnonzero(((low[near] < high[i]) & (low[i] < high[near])).all(axis=1))
-        if len(hit):
-            return extents[order[i]], extents[order[i + 1 + hit[0]]]
-    return None
-
-
-def _gap(tensor: StoredTensor) -> Box:
-    """A box that no extent touches, of a tensor whose extents are disjoint and too few.
-
-    Halves the tensor at an edge of an extent and goes on in a half that is not full.
-    """
-    rank = len(tensor.shape)
-    low = np.array([extent.offset for extent in tensor.extents], dtype=np.int64).reshape(-1, max(rank, 1))
-    high = low + np.array([extent.shape for extent in tensor.extents], dtype=np.int64).reshape(low.shape)
-    first, last = [0] * rank, list(tensor.shape)
-    while len(low):
-        edges = [np.unique(np.concatenate([low[:, d], high[:, d]])) for d in range(rank)]
-        inner = [e[(e > first[d]) & (e < last[d])] for d, e in enumerate(edges)]
-        d = max(range(rank), key=lambda d: len(inner[d]))
-        cut = int(inner[d][len(inner[d]) // 2])
-        left = low, np.minimum(high, [cut if k == d else 1 << 62 for k in range(rank)])
-        full = (cut - first[d]) * math.prod(
-            b - a for k, (a, b) in enumerate(zip(first, last, strict=True)) if k != d
-        )
-        if int(np.maximum(left[1] - left[0], 0).prod(axis=1).sum()) < full:
-            last[d], high = cut, left[1]
-        else:
-            first[d], low = cut, np.maximum(low, [cut if k == d else 0 for k in range(rank)])
-        kept = (low < high).all(axis=1)
-        low, high = low[kept], high[kept]
-    return Box.of(first, [b - a for a, b in zip(first, last, strict=True)])

@@ -32,7 +32,8 @@ from shardweave.store import torch_index, torch_save
 from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor, TensorSpec
 from shardweave.store.paths import inside
 from shardweave.store.pickles_write import from_plain
-from shardweave.store.torch_dist import COMMON, CONFIG, INDEX, prove_tiling
+from shardweave.store.tiling import prove_tiling
+from shardweave.store.torch_dist import COMMON, CONFIG, INDEX
 from shardweave.store.torch_index import Place
 
 MEGATRON_CONFIG: Final[Mapping[str, Any]] = {
