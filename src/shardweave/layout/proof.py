@@ -111,8 +111,6 @@ class _Unions:
             )
         if int(found.pieces.count.sum()) == len(domain):  # atoms are disjoint and inside: all of it
             return _ranges(domain)
-        if int(found.pieces.count.sum()) == len(domain):
-            return _ranges(domain)  # disjoint and inside, so as many indices are all of them
         order = np.argsort(found.pieces.start, kind="stable")
         return _ranges(Dim(_run(found.pieces, int(k)) for k in order))
 
