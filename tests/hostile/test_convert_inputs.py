@@ -30,6 +30,7 @@ from shardweave.errors import (
     FormatError,
     GeometryError,
     IndexMismatchError,
+    JournalError,
     MissingFileError,
     ModelError,
     OutsideError,
@@ -439,6 +440,32 @@ def test_a_target_that_holds_something(gqa: Path) -> None:
 )
 def test_a_geometry_that_the_model_cannot_be_cut_by(gqa: Path, geometry: Geometry, match: str) -> None:
     refused(GeometryError, match, gqa, to="megatron", geometry=geometry)
+
+
+def test_a_source_that_is_written_to_while_it_is_read(gqa: Path) -> None:
+    """A trainer's next step half way through: the bytes would be of two steps, so nothing is published."""
+    (file,) = gqa.glob("*.safetensors")
+    dst = gqa.with_name("dst")
+    job = prepare(gqa, to="megatron", geometry=LOCAL)
+    written = False
+
+    def train(done: int, total: int) -> None:
+        nonlocal written
+        if not written and done > total // 2:
+            with file.open("r+b") as data:
+                data.seek(-4, os.SEEK_END)
+                data.write(b"step")
+            os.utime(file, ns=(1, 1))
+            written = True
+
+    with pytest.raises(JournalError, match="stays as it is"):
+        convert(job, dst, fsync=False, progress=train)
+    assert written and {path.name for path in dst.iterdir()} == {".shardweave"}
+    # The same command finds another source than the journal's; starting over converts what is there now.
+    with pytest.raises(JournalError, match="source files"):
+        convert(prepare(gqa, to="megatron", geometry=LOCAL), dst, fsync=False)
+    convert(prepare(gqa, to="megatron", geometry=LOCAL), dst, fsync=False, force=True)
+    assert open_checkpoint(dst).manifest.tensors
 
 
 def test_a_target_that_leaves_a_weight_out(gqa: Path) -> None:

@@ -21,7 +21,7 @@ from shardweave.convert.journal import Journal
 from shardweave.convert.source import Checkpoint, open_checkpoint
 from shardweave.convert.staging import Staging, write_text
 from shardweave.convert.target import Geometry, Target, target
-from shardweave.errors import PathError
+from shardweave.errors import JournalError, PathError
 from shardweave.layout import format_layout
 from shardweave.plan import Plan, needed_bytes, plan
 from shardweave.store import digest
@@ -220,6 +220,7 @@ def _carry_out(
                     crc=job.target.format == "megatron",
                     progress=tell,
                 )
+                _check_unchanged(job, identity)
                 if digests:
                     digest.write_sidecar(staging.data, _digests(manifest, journal, workers))
                 _write_beside(job, staging.data, fsync=fsync)
@@ -261,6 +262,17 @@ def _identity(job: Job) -> dict[str, str]:
         "target layout": fingerprint(format_layout(job.target.layout)),
         "target arrays": fingerprint([specs, job.target.max_file_bytes, job.target.objects]),
     }
+
+
+def _check_unchanged(job: Job, identity: Mapping[str, str]) -> None:
+    """A trainer may write its next step over the files that are being read: never publish a mixture."""
+    if _identity(job) != identity:
+        raise JournalError(
+            "a source stays as it is while it is converted",
+            where=str(job.source.manifest.root),
+            equation=f"source files({_identity(job)['source files']}) != {identity['source files']} at the start",
+            hint="convert a checkpoint that nobody writes to any more; start over with --force",
+        )
 
 
 def _lay_out(job: Job, folder: Path, *, fresh: bool) -> Manifest:
