@@ -444,7 +444,7 @@ def test_a_geometry_that_the_model_cannot_be_cut_by(gqa: Path, geometry: Geometr
 
 def test_a_source_that_is_written_to_while_it_is_read(gqa: Path) -> None:
     """A trainer's next step half way through: the bytes would be of two steps, so nothing is published."""
-    (file,) = gqa.glob("*.safetensors")
+    file = gqa / "model.safetensors"
     dst = gqa.with_name("dst")
     job = prepare(gqa, to="megatron", geometry=LOCAL)
     written = False

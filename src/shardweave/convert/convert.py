@@ -266,11 +266,12 @@ def _identity(job: Job) -> dict[str, str]:
 
 def _check_unchanged(job: Job, identity: Mapping[str, str]) -> None:
     """A trainer may write its next step over the files that are being read: never publish a mixture."""
-    if _identity(job) != identity:
+    now = _identity(job)["source files"]
+    if now != identity["source files"]:
         raise JournalError(
             "a source stays as it is while it is converted",
             where=str(job.source.manifest.root),
-            equation=f"source files({_identity(job)['source files']}) != {identity['source files']} at the start",
+            equation=f"sizes and times of its files: {identity['source files']} at the start, {now} now",
             hint="convert a checkpoint that nobody writes to any more; start over with --force",
         )
 
