@@ -3,11 +3,14 @@
 The silent-accept cases are those of ModelExpress 0.7.0: geometry that it plans without a word. What a plan
 decides is here. What only content or a live peer decides is not, and is covered so:
 
-- replicas with different bytes: ``store.digest`` compares content; here, that its digests tell apart what
-  a sum of words does not;
+- replicas with different bytes are named by ``plan.assemble`` (tests/laws/test_assemble.py) and, in files, by
+  ``convert`` (tests/hostile/test_convert_inputs.py); here, that digests of content tell apart what a sum of
+  words does not;
 - a cached plan after the trainer restarted: a plan has no addresses in it, it is a function of the two
-  layouts (tests/laws/test_plan.py), so what must be renewed is the sessions of ``refit``, not the plan;
-- a trainer that takes a step while it is read: the version seal of ``refit``.
+  layouts (tests/laws/test_plan.py), and a journal of another source is refused
+  (tests/hostile/test_convert_kill.py);
+- a trainer that takes a step while it is read: a source that changes is never published
+  (tests/hostile/test_convert_inputs.py).
 """
 
 from __future__ import annotations
