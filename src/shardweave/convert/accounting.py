@@ -69,7 +69,7 @@ def account(source: Checkpoint, plan: Plan) -> Account:
                 "every weight of the source is used",
                 where=f"tensor {tensor.name!r}",
                 equation=f"read {read[tensor]} of {elements} elements",
-                hint="the target leaves it out; say so by name, or choose a target that holds it",
+                hint="choose a target that holds it: a conversion drops no weight",
             )
     left_out = {key: manifest.tensors[key].num_bytes for key in source.left_out}
     objects = manifest.records.get("objects", {})

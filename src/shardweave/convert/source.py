@@ -62,7 +62,11 @@ def detect(root: Path) -> str:
         FormatError: The folder is of no known format, or of two.
     """
     if not root.exists():
-        raise MissingFileError("a checkpoint exists", where=str(root), hint="check the path")
+        raise MissingFileError(
+            "a checkpoint exists",
+            where=str(root),
+            hint="the path is relative to the folder you are in; check its spelling",
+        )
     if root.is_file():
         return "hf"
     names = {path.name for path in root.iterdir()}
@@ -140,11 +144,17 @@ def _config(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Mapp
         values = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
         raise ModelError(
-            "a config is JSON", where=str(path), equation=str(error), hint="repair it"
+            "a config is JSON",
+            where=str(path),
+            equation=str(error),
+            hint="copy the config from the model again",
         ) from error
     if not isinstance(values, dict):
         raise ModelError(
-            "a config is a JSON object", where=str(path), equation=type(values).__name__, hint="repair it"
+            "a config is a JSON object",
+            where=str(path),
+            equation=f"{type(values).__name__} != object",
+            hint="give the config.json of one model",
         )
     return values
 
