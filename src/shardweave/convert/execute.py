@@ -1,8 +1,8 @@
 """Carrying out a plan from files to files: bounded memory, several workers, each byte written once.
 
-A task is one extent of the target: a stretch of one file. A worker fills it slab by slab in a
-buffer that it keeps, reads each block of the source straight to its place in the slab, writes the
-slab, and takes the checksums of the bytes while they are warm.
+A task is an extent of the target, a stretch of one file, or a few that share their rows. A worker
+fills it slab by slab in a buffer that it keeps, reads each block of the source straight to its
+place in the slab, writes the slab, and takes the checksums of the bytes while they are warm.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -40,22 +40,12 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One extent of the target, and the copies that fill it."""
+    """Extents of one array that lie side by side along its last dim, and the copies that fill them."""
 
     tensor: StoredTensor
-    number: int
+    numbers: tuple[int, ...]
     copies: tuple[Copy, ...]
     padded: bool
-
-    @property
-    def extent(self) -> Extent:
-        """Where the bytes go."""
-        return self.tensor.extents[self.number]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the extent."""
-        return self.extent.numel * itemsize(self.tensor.dtype)
 
 
 def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
@@ -74,10 +64,22 @@ def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
                 [[r[0] for r in copy.dst_box.dims] for copy in copies],
                 [[r[-1] - r[0] + 1 for r in copy.dst_box.dims] for copy in copies],
             )
-            for i, extent in enumerate(tensor.extents):
-                low = np.array(extent.offset, np.int64)
-                near = boxes.touching(low, low + np.array(extent.shape, np.int64))
-                yield Task(tensor, i, tuple(copies[c] for c in near), padded)
+            for numbers in _side_by_side(tensor):
+                ends = [tensor.extents[numbers[i]] for i in (0, -1)]
+                low = np.array(ends[0].offset, np.int64)
+                high = np.array(ends[1].offset, np.int64) + np.array(ends[1].shape, np.int64)
+                yield Task(tensor, numbers, tuple(copies[c] for c in boxes.touching(low, high)), padded)
+
+
+def _side_by_side(tensor: StoredTensor) -> Iterator[tuple[int, ...]]:
+    """The numbers of extents that share their rows, so that one read of a row fills all of them."""
+
+    def rows(number: int) -> object:
+        extent = tensor.extents[number]
+        return (extent.offset[:-1], extent.shape) if len(extent.shape) > 1 else number
+
+    for _, numbers in groupby(range(len(tensor.extents)), key=rows):
+        yield tuple(numbers)
 
 
 def execute(
@@ -120,15 +122,16 @@ def execute(
         if stop.is_set():
             raise CancelledError
 
-    def run(task: Task) -> bool:
+    def run(task: Task) -> int:
         if not hasattr(local, "worker"):
             local.worker = _Worker(source, target, slab_bytes, crc, tell)
             states.append(local.worker)
-        recorded = journal.done.get((task.tensor.key, task.number))
-        if recorded is not None and local.worker.holds(task, recorded):
-            return True
-        journal.add(task.tensor.key, task.number, local.worker.write(task))
-        return False
+        worker: _Worker = local.worker
+        key = task.tensor.key
+        missing = [n for n in task.numbers if not worker.holds(task, n, journal.done.get((key, n)))]
+        for number, facts in worker.write(task, missing):
+            journal.add(key, number, facts)
+        return len(task.numbers) - len(missing)
 
     todo, kept = tasks(plan, target), 0
     try:
@@ -167,35 +170,44 @@ class _Worker:
             os.close(self.file[1])
             self.file = None
 
-    def holds(self, task: Task, recorded: Mapping[str, Any]) -> bool:
+    def holds(self, task: Task, number: int, recorded: Mapping[str, Any] | None) -> bool:
         """Whether the file has the bytes that the journal says."""
-        checksums = _Checksums(self.crc)
-        start, stop = task.extent.start, task.extent.start + task.num_bytes
-        for at in range(start, stop, len(self.slab)):
-            data = self.slab[: min(len(self.slab), stop - at)].data
-            read_into(self._file(task), at, data, where=task.extent.file)
+        if recorded is None:
+            return False
+        extent, checksums = task.tensor.extents[number], _Checksums(self.crc)
+        size = extent.numel * itemsize(task.tensor.dtype)
+        for at in range(0, size, len(self.slab)):
+            data = self.slab[: min(len(self.slab), size - at)].data
+            read_into(self._file(extent), extent.start + at, data, where=extent.file)
             checksums.update(data)
         if checksums.facts().items() <= recorded.items():
-            self.tell(task.num_bytes)
+            self.tell(size)
             return True
         return False
 
-    def write(self, task: Task) -> Mapping[str, Any]:
-        """Fill an extent; returns the checksums of its bytes."""
+    def write(self, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Fill extents in step, so that they share what is read; gives the checksums of each."""
+        if not numbers:
+            return
         item = itemsize(task.tensor.dtype)
-        checksums, at = _Checksums(self.crc), task.extent.start
-        for slab in slabs(task.extent.offset, task.extent.shape, len(self.slab) // item):
-            words = self.slab[: slab.numel * item].view(f"<u{item}").reshape(slab.shape)
-            if task.padded:
-                words[...] = 0
-            for copy in task.copies:
-                self._fill(copy, slab, words, task.tensor.dtype)
-            data = words.reshape(-1).view(np.uint8).data
-            self._write(task, at, data)
-            checksums.update(data)
-            at += len(data)
-            self.tell(len(data))
-        return checksums.facts()
+        extents = [task.tensor.extents[n] for n in numbers]
+        most = max(1, len(self.slab) // item // len(numbers))
+        checksums, at = [_Checksums(self.crc) for _ in extents], [extent.start for extent in extents]
+        for step in zip(*(slabs(e.offset, e.shape, most) for e in extents), strict=True):
+            with self.reader.sharing():
+                for i, slab in enumerate(step):
+                    words = self.slab[: slab.numel * item].view(f"<u{item}").reshape(slab.shape)
+                    if task.padded:
+                        words[...] = 0
+                    for copy in task.copies:
+                        self._fill(copy, slab, words, task.tensor.dtype)
+                    data = words.reshape(-1).view(np.uint8).data
+                    self._write(extents[i], at[i], data)
+                    checksums[i].update(data)
+                    at[i] += len(data)
+                    self.tell(len(data))
+        for number, sums in zip(numbers, checksums, strict=True):
+            yield number, sums.facts()
 
     def _fill(self, copy: Copy, slab: Box, words: np.ndarray, dtype: str) -> None:
         """Copy what a copy and a slab have in common from the source to its place in the slab."""
@@ -231,17 +243,17 @@ class _Worker:
         block = hull[tuple(slice(None, None, r.step) for r in blocks)]
         place[...] = copy.to_destination(_cast(block, source_dtype, dtype).view(f"<u{itemsize(dtype)}"))
 
-    def _write(self, task: Task, at: int, data: memoryview) -> None:
+    def _write(self, extent: Extent, at: int, data: memoryview) -> None:
         done = 0
         try:
             while done < len(data):
-                done += os.pwrite(self._file(task), data[done:], at + done)
+                done += os.pwrite(self._file(extent), data[done:], at + done)
         except OSError as error:
-            raise unwritable(error, f"{task.extent.file} at byte {at + done}") from error
+            raise unwritable(error, f"{extent.file} at byte {at + done}") from error
 
-    def _file(self, task: Task) -> int:
-        """The file of a task, open; tasks come in the order of files."""
-        name = task.extent.file
+    def _file(self, extent: Extent) -> int:
+        """The file of an extent, open; extents come in the order of files."""
+        name = extent.file
         if self.file is None or self.file[0] != name:
             if self.file is not None:
                 os.close(self.file[1])

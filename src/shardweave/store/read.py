@@ -13,6 +13,7 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,6 +41,8 @@ _MAX_EXPANDED = 1 << 30
 _BUFFER_BYTES = 4 << 20
 _RUN_BYTES = 1 << 10
 """Rows at least as long go straight to their place; shorter ones cost less through the buffer."""
+_GAP_BYTES = 1 << 16
+"""What lies between rows is skipped where it is more; less costs less to read than another call."""
 _MAX_VECTOR = 1024
 """Rows that one call of the operating system takes at most."""
 _NUMPY = {
@@ -90,6 +93,8 @@ class Reader:
         self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._scratch = np.empty(0, np.uint8)
         self._proved: tuple[str, Boxes] | None = None
+        self._sharing = False
+        self._held: tuple[int, int, int] | None = None
 
     def __enter__(self) -> Reader:
         return self
@@ -147,6 +152,18 @@ class Reader:
         boxes = self._prove(tensor)
         self._check_box(tensor, tuple(offset), out.shape)
         self._fill(tensor, boxes, offset, out)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Within it, boxes that lie side by side in a file are cut from one read.
+
+        What is read is kept until the end, so the files must not change meanwhile.
+        """
+        self._sharing = True
+        try:
+            yield
+        finally:
+            self._sharing, self._held = False, None
 
     def iter_rows(self, key: str, *, max_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
         """A tensor in slabs of at most ``max_bytes`` (but at least one element) in row-major order.
@@ -242,6 +259,7 @@ class Reader:
         fd = open_regular(path)
         if len(self._open) >= _MAX_OPEN:
             os.close(self._open.popitem(last=False)[1][0])
+            self._held = None  # its number may come back as another file's
         self._open[name] = fd, os.fstat(fd).st_size
         return self._open[name]
 
@@ -260,9 +278,20 @@ class Reader:
                 slice(a, b) for a, b in zip((begin - low).tolist(), (end - low).tolist(), strict=True)
             ]
             where = f"{self.manifest.root}, {tensor.key!r} in {extent.file!r}"
-            self._copy(self._file(extent.file)[0], first, strides, out[(*cut, ...)], where=where)
+            bytes_of = extent.start, extent.start + out.itemsize * _span(extent.shape, strides)
+            fd = self._file(extent.file)[0]
+            self._copy(fd, first, strides, out[(*cut, ...)], extent=bytes_of, where=where)
 
-    def _copy(self, fd: int, start: int, strides: tuple[int, ...], out: Array, *, where: str) -> None:
+    def _copy(
+        self,
+        fd: int,
+        start: int,
+        strides: tuple[int, ...],
+        out: Array,
+        *,
+        extent: tuple[int, int],
+        where: str,
+    ) -> None:
         """Read one strided box of a file into a view: rows straight to their place, or through a buffer.
 
         What lies between short rows is read with them; a box is halved until that fits the buffer.
@@ -283,13 +312,13 @@ class Reader:
             read_rows(fd, start, [out], where=where)
         elif run * item >= _RUN_BYTES and follow:
             read_rows(fd, start, [out[index] for index in np.ndindex(out.shape[:dim])], where=where)
-        elif run * item >= _RUN_BYTES and span > 2 * out.size:
+        elif run * item >= _RUN_BYTES and (span - out.size) * item > _GAP_BYTES * (out.size // run):
             for index in np.ndindex(out.shape[:dim]):
                 at = start + item * sum(i * s for i, s in zip(index, strides, strict=False))
                 read_rows(fd, at, [out[index]], where=where)
         elif span * item <= _BUFFER_BYTES:
-            words = self._words(span, out.dtype)
-            read_into(fd, start, words.view(np.uint8).data, where=where)
+            row = item * max(1, *(s for n, s in zip(out.shape, strides, strict=True) if n > 1))
+            words = self._between(fd, start, span * item, row, extent, where=where).view(out.dtype)
             steps = tuple(s * item for s in strides)
             out[...] = np.lib.stride_tricks.as_strided(words, out.shape, steps, writeable=False)
         else:
@@ -297,14 +326,30 @@ class Reader:
             dim = max(range(out.ndim), key=lambda d: (out.shape[d] > 1, (out.shape[d] - 1) * strides[d]))
             half = out.shape[dim] // 2
             parts = np.split(out, [half], axis=dim)
-            self._copy(fd, start, strides, parts[0], where=where)
-            self._copy(fd, start + half * strides[dim] * item, strides, parts[1], where=where)
+            middle = start + half * strides[dim] * item
+            self._copy(fd, start, strides, parts[0], extent=extent, where=where)
+            self._copy(fd, middle, strides, parts[1], extent=extent, where=where)
 
-    def _words(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Room for what lies between wanted elements; kept, because fresh memory is slow to touch."""
-        if self._scratch.nbytes < count * dtype.itemsize:
-            self._scratch = np.empty(count * dtype.itemsize, np.uint8)
-        return self._scratch[: count * dtype.itemsize].view(dtype)
+    def _between(
+        self, fd: int, start: int, size: int, row: int, extent: tuple[int, int], *, where: str
+    ) -> Array:
+        """The bytes from the first wanted one to the last, in a buffer: fresh memory is slow to touch.
+
+        While sharing, whole rows of the extent are read, and kept for the boxes beside this one.
+        """
+        low, high = start, start + size
+        if self._sharing:
+            low = extent[0] + (start - extent[0]) // row * row
+            high = min(extent[1], low + -(-(high - low) // row) * row)
+            if high - low > _BUFFER_BYTES:
+                low, high = start, start + size
+        if self._held != (fd, low, high):
+            if self._scratch.nbytes < high - low:
+                self._scratch = np.empty(high - low, np.uint8)
+            self._held = None
+            read_into(fd, low, self._scratch[: high - low].data, where=where)
+            self._held = (fd, low, high) if self._sharing else None
+        return self._scratch[start - low : start - low + size]
 
 
 def open_regular(path: Path) -> int:
