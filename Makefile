@@ -3,11 +3,12 @@
 #
 #   make demo    the example, start to end (light: no peers)
 #   make test    all checks, cheapest first
-#   make lint    ruff and the layers          make bench   the benchmarks, small
+#   make lint    ruff and the layers          make bench   the benchmarks, minutes and GB
 #   make types   mypy                         make clean   removes .venv, caches and build output
 #
 # Variables: PYTHON (the interpreter that makes .venv), TORCH_ARGS (extra arguments of `pip install torch`, for
-# example --index-url of the build for your machine), PYTEST_ARGS (for example "-k qkv -x").
+# example --index-url of the build for your machine), PYTEST_ARGS (for example "-k qkv -x"), BENCH_ARGS (for
+# example --tiny: small models, seconds).
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +17,7 @@ SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -48,7 +50,7 @@ types: $(VENV)/.full
 	$(PY) -m mypy
 
 bench: $(VENV)/.full
-	for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script"; done
+	for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS); done
 
 # torch goes in first, alone: anything else that depends on it could choose another build.
 $(VENV)/.base: $(PINS)
