@@ -273,7 +273,7 @@ def layers() -> str:
     x, y = inner_width() - 64, len(rows) * 58 - 14
     shapes += [arrow(x, 0, x, y), text(x + 10, y / 2, "imports", "n")]
     title = "Arrows point down only"
-    note = "A layer imports from those below it. Blue: standard library and numpy only, no device."
+    note = "A layer imports from those below it. Blue: shapes and ranks alone, no torch, no device."
     return page(title, below([heading(title, note=note), Drawing(inner_width(), y, tuple(shapes))]))
 
 
