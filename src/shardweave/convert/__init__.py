@@ -1,4 +1,8 @@
-"""From one checkpoint to another: open, decide, prove, carry out, account."""
+"""From one checkpoint to another: open, decide, prove, carry out, account.
+
+``prepare`` does all that needs no weights and gives a ``Job``; ``convert`` carries it out. Checking one
+checkpoint is in ``check``, comparing two in ``diff``.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,5 @@
-"""How frameworks lay out state: each framework's rules, stated once."""
+"""How frameworks lay out state: each framework's rules, stated once.
+
+``hf``, ``megatron`` and ``vllm`` give the layout of a whole model on a mesh; ``deepspeed`` gives that of
+one weight at a time, as AutoTP cuts it. Each module is imported by its own name.
+"""

@@ -1,4 +1,8 @@
-"""Which logical tensors a model has, read from its Hugging Face config."""
+"""Which logical tensors a model has, read from its Hugging Face config.
+
+``from_config`` gives a ``Model``: blocks of layers that are built alike, their sizes, and their tensors by
+role. One module for each family; a key of a config that is not known is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""From two layouts to the copies between them: planning, proof, cost, simulation, file form."""
+"""From two layouts to the copies between them: planning, proof, cost, simulation, file form.
+
+A plan is data and moves nothing; it needs no device. ``simulate`` carries one out in numpy and is the
+reference of every executor; ``assemble`` puts whole tensors together and compares replicas.
+"""
 
 from __future__ import annotations
 
