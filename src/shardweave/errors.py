@@ -180,3 +180,9 @@ class WriteError(ShardweaveError, OSError):
     """The operating system refuses a write: the disk is full, a quota is reached, rights are missing."""
 
     __str__ = Exception.__str__
+
+
+class RemoteError(ShardweaveError, OSError):
+    """A place at a URL cannot be listed or read: it is out of reach, or does not permit it."""
+
+    __str__ = Exception.__str__

@@ -62,6 +62,8 @@ INDEX: Final = ".metadata"
 CONFIG: Final = "metadata.json"
 COMMON: Final = "common.pt"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
+TRACKER_BYTES: Final = 100
+"""The most that is read of it."""
 COMMON_OBJECT: Final = "common_state/shard_0_1"
 
 _MAX_SIDE_BYTES: Final = 1 << 30
@@ -187,15 +189,7 @@ def _folder(root: Path) -> Path:
     if (root / INDEX).is_file():
         return root
     if (root / TRACKER).is_file():
-        text = (root / TRACKER).read_bytes()[:100].decode("latin1").strip()
-        if not re.fullmatch(r"\d{1,12}|release", text):
-            raise FormatError(
-                "a tracker file holds an iteration or 'release'",
-                where=str(root / TRACKER),
-                equation=f"got {text!r}",
-                hint="give the folder of one iteration instead",
-            )
-        name = text if text == "release" else f"iter_{int(text):07d}"
+        name = iteration_folder((root / TRACKER).read_bytes(), where=str(root / TRACKER))
         if (root / name / INDEX).is_file():
             return root / name
         raise MissingFileError(
@@ -213,6 +207,26 @@ def _folder(root: Path) -> Path:
         if unfinished
         else f"give the folder that holds {INDEX}, a dot file",
     )
+
+
+def iteration_folder(tracker: bytes, *, where: str) -> str:
+    """The folder that a tracker file names.
+
+    >>> iteration_folder(b"1000", where="run"), iteration_folder(b"release", where="run")
+    ('iter_0001000', 'release')
+
+    Raises:
+        FormatError: It holds something else.
+    """
+    text = tracker[:TRACKER_BYTES].decode("latin1").strip()
+    if not re.fullmatch(r"\d{1,12}|release", text):
+        raise FormatError(
+            "a tracker file holds an iteration or 'release'",
+            where=where,
+            equation=f"got {text!r}",
+            hint="give the folder of one iteration instead",
+        )
+    return text if text == "release" else f"iter_{int(text):07d}"
 
 
 def _small_file(root: Path, name: str) -> bytes:
