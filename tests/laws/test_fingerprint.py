@@ -1,0 +1,326 @@
+"""The laws of fingerprints: an exact definition, additivity, independence of layout, sensitivity."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from shardweave.errors import DtypeError, FormatError, OutsideError
+from shardweave.layout import Box, Layout
+from shardweave.layout.fingerprint import (
+    LANES,
+    MODULUS,
+    NOTHING,
+    SEGMENT,
+    Fingerprint,
+    fingerprint,
+    held,
+    weights,
+)
+from shardweave.plan import materialise
+from shardweave.testing.strategies import layouts
+
+SEGMENT_DIM, CELL_DIM = 1 << 32, (1 << 32) + 1
+SIZES = (1, 2, 4, 8)
+each_size = pytest.mark.parametrize("size", SIZES)
+
+
+def number(key: int, dim: int, index: int) -> list[int]:
+    return weights(key, dim, np.array([index]))[0].tolist()
+
+
+def by_definition(words: NDArray[np.generic], box: Box, key: int = 0) -> Fingerprint:
+    """The sum that the module states, element by element, in Python's integers."""
+    size = words.dtype.itemsize
+    lanes = [0] * LANES
+    for place, index in zip(np.ndindex(words.shape), itertools.product(*box.dims), strict=True):
+        *outer, column = index
+        word = int(words[place])
+        if size == 8:
+            cells = [(2 * column, word & 0xFFFFFFFF), (2 * column + 1, word >> 32)]
+        else:
+            group = 4 // size
+            cells = [(column // group, word << 8 * size * (column % group))]
+        for cell, value in cells:
+            signed = value - (1 << 32) if value >= 1 << 31 else value
+            numbers = [number(key, d, i) for d, i in enumerate(outer)]
+            numbers += [number(key, SEGMENT_DIM, cell // SEGMENT), number(key, CELL_DIM, cell % SEGMENT)]
+            for lane in range(LANES):
+                weight = 1
+                for each in numbers:
+                    weight *= each[lane]
+                lanes[lane] += weight * signed
+    return Fingerprint(tuple(lane % MODULUS for lane in lanes))
+
+
+def random_words(shape: tuple[int, ...], size: int, seed: int = 0) -> NDArray[np.generic]:
+    raw = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], shape[-1] * size), dtype=np.uint8)
+    return raw.view(f"u{size}")
+
+
+def corner(words: NDArray[np.generic]) -> Box:
+    return Box.of((0,) * words.ndim, words.shape)
+
+
+# --- the definition -----------------------------------------------------------------------------
+
+
+@each_size
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (range(2), range(3), range(9)),
+        (range(3, 9, 3), range(1, 4), range(5, 32, 3)),
+        (
+            range(7, 9),
+            range(2, 5),
+            range(4 * SEGMENT // 8 - 4, 4 * SEGMENT // 8 + 5),
+        ),  # segments of 8-byte words
+        (range(7, 9), range(2, 5), range(4 * SEGMENT - 7, 4 * SEGMENT + 2)),
+        (range(2), range(3), range(4 * SEGMENT - 401, 4 * SEGMENT + 400, 100)),
+    ],
+    ids=str,
+)
+def test_the_sum_is_the_defined_one(size: int, dims: tuple[range, ...]) -> None:
+    box = Box(dims)
+    words = random_words(box.shape, size)
+    assert fingerprint(words, box, key=5) == by_definition(words, box, key=5)
+
+
+@each_size
+@pytest.mark.parametrize("word", [0, 1, -1], ids=["zeros", "ones", "all bits"])
+def test_extreme_words_stay_exact(size: int, word: int) -> None:
+    """Rows of more than one exact stretch, of words that are as large as they can be."""
+    words = np.full((3, 4 * 300 // size), word & (1 << 8 * size) - 1, dtype=f"u{size}")
+    assert fingerprint(words) == by_definition(words, corner(words))
+    assert (fingerprint(words) == NOTHING) == (word == 0)
+
+
+def test_the_largest_cells_and_weights_stay_exact() -> None:
+    """A whole segment of the most negative cell, whose sums are the largest that can be."""
+    cells = np.full((2, SEGMENT), -(1 << 31), dtype=np.int32)
+    table = weights(0, CELL_DIM, np.arange(SEGMENT))
+    row = [sum(column) * -(1 << 31) for column in table.T.tolist()]
+    lanes = [
+        sum(number(0, 0, i)[lane] for i in range(2)) * number(0, SEGMENT_DIM, 0)[lane] * row[lane] % MODULUS
+        for lane in range(LANES)
+    ]
+    assert fingerprint(cells).lanes == tuple(lanes)
+
+
+def test_weights_are_never_zero_and_use_their_whole_range() -> None:
+    drawn = weights(3, 1, np.arange(1 << 16))
+    assert drawn.min() == -(1 << 15) and drawn.max() == 1 << 15 and (drawn != 0).all()
+    # Mean and spread of uniform numbers, and lanes that know nothing of each other.
+    assert abs(drawn.mean()) < 200 and abs(drawn.std() - (1 << 16) / 12**0.5) < 200
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(LANES)).max() < 0.02
+    assert not np.array_equal(weights(3, 2, np.arange(9)), drawn[:9])
+    assert not np.array_equal(weights(4, 1, np.arange(9)), drawn[:9])
+
+
+# --- additivity ---------------------------------------------------------------------------------
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that tile it: halved again and again, at an index or by every other index."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)))
+    boxes = [Box.of((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        d = draw(st.integers(0, len(shape) - 1))
+        dim = box.dims[d]
+        at = draw(st.integers(0, len(dim)))
+        halves = (dim[::2], dim[1::2]) if draw(st.booleans()) else (dim[:at], dim[at:])
+        boxes += [Box((*box.dims[:d], half, *box.dims[d + 1 :])) for half in halves if len(half)]
+    return shape, boxes
+
+
+def inside(words: NDArray[np.generic], box: Box) -> NDArray[np.generic]:
+    return words[tuple(slice(dim.start, dim.stop, dim.step) for dim in box.dims)]
+
+
+@given(tilings(), st.sampled_from(SIZES), st.integers(0, 1 << 64))
+def test_tiles_add_up_to_the_whole(tiling: tuple[tuple[int, ...], list[Box]], size: int, key: int) -> None:
+    shape, boxes = tiling
+    words = random_words((*shape, 1), size)[..., 0]
+    total = NOTHING
+    for box in boxes:
+        total += fingerprint(inside(words, box), box, key=key)
+    assert total == fingerprint(words, key=key)
+
+
+def test_long_rows_add_up_across_segments() -> None:
+    words = random_words((2, 5 * SEGMENT), 2)  # two segments and a half
+    for at in (1, 2 * SEGMENT - 1, 2 * SEGMENT, 4 * SEGMENT + 1):
+        left, right = Box.of((0, 0), (2, at)), Box.of((0, at), (2, 5 * SEGMENT - at))
+        assert fingerprint(words[:, :at], left) + fingerprint(words[:, at:], right) == fingerprint(words)
+
+
+def test_a_difference_is_what_is_left() -> None:
+    words = random_words((4, 6), 2)
+    box = Box.of((1, 0), (2, 6))
+    rest = words.copy()
+    rest[1:3] = 0
+    assert fingerprint(words) - fingerprint(words[1:3], box) == fingerprint(rest)
+
+
+# --- independence of layout ---------------------------------------------------------------------
+
+
+@each_size
+def test_strides_and_dtype_play_no_part(size: int) -> None:
+    words = random_words((5, 6, 8), size)
+    expected = fingerprint(words)
+    assert fingerprint(np.asfortranarray(words)) == expected
+    assert fingerprint(np.ascontiguousarray(words.transpose(2, 0, 1)).transpose(1, 2, 0)) == expected
+    assert fingerprint(words[::-1].copy()[::-1]) == expected
+    assert fingerprint(words.view(f"i{size}")) == expected
+    padded = np.zeros((5, 6, 11), words.dtype)
+    padded[..., 3:] = words
+    assert fingerprint(padded[..., 3:]) == expected
+    unaligned = np.zeros(words.nbytes + 1, np.uint8)[1:]
+    unaligned[:] = words.reshape(-1).view(np.uint8)
+    assert fingerprint(unaligned.view(words.dtype).reshape(words.shape)) == expected
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.bool]
+)
+def test_a_torch_tensor_is_seen_in_place(dtype: torch.dtype) -> None:
+    values = torch.arange(60).reshape(5, 12).to(dtype)
+    expected = fingerprint(values.view(torch.uint8).numpy().view(f"u{values.element_size()}"))
+    assert fingerprint(values) == expected
+    assert fingerprint(values.T.contiguous().T) == expected
+    assert fingerprint(values[:, 1::2], Box((range(5), range(1, 12, 2)))) != expected
+
+
+@given(layouts())
+def test_ranks_add_up_to_the_whole_in_any_layout(layout: Layout) -> None:
+    values = {
+        tensor: random_words((*(len(dim) for dim in tensor.dims), 1), 4, seed)[..., 0]
+        for seed, tensor in enumerate(layout.tensors)
+    }
+    state = materialise(layout, values, fill=0xDEAD)
+    for tensor, words in values.items():
+        boxes = itertools.product(
+            *([range(r.start, r.last + 1, r.step) for r in dim.runs] for dim in tensor.dims)
+        )
+        numbers = [[i for _, i in dim] for dim in tensor.dims]
+        whole = NOTHING
+        for ranges in boxes:
+            places = (
+                slice(n.index(r[0]), n.index(r[0]) + len(r)) for n, r in zip(numbers, ranges, strict=True)
+            )
+            whole += fingerprint(words[tuple(places)], Box(ranges), key=7)
+        found = NOTHING
+        for rule in layout.rules:
+            seen = set()
+            for rank in layout.mesh.ranks:
+                coordinate = layout.mesh.coordinate(rank)
+                place = tuple(coordinate[axis] for axis in rule.axes)
+                if place not in seen and tensor in {part.tensor for part in rule.parts}:
+                    seen.add(place)
+                    buffer = rule.at(layout.mesh, rank)
+                    assert buffer is not None
+                    found += held(buffer, state[rank], key=7)[tensor]
+        assert found == whole
+
+
+# --- sensitivity --------------------------------------------------------------------------------
+
+
+@each_size
+def test_every_flipped_bit_is_seen_in_every_lane(size: int) -> None:
+    words = random_words((3, 5), size)
+    before = fingerprint(words)
+    for place in np.ndindex(words.shape):
+        for bit in range(8 * size):
+            changed = words.copy()
+            changed[place] ^= np.array(1 << bit, dtype=words.dtype)
+            assert all(a != b for a, b in zip(before.lanes, fingerprint(changed).lanes, strict=True))
+
+
+@each_size
+def test_every_swap_of_two_words_is_seen(size: int) -> None:
+    words = random_words((3, 4, 5), size)
+    before = fingerprint(words)
+    flat = words.reshape(-1)
+    for a, b in itertools.combinations(range(flat.size), 2):
+        if flat[a] != flat[b]:
+            changed = flat.copy()
+            changed[[a, b]] = changed[[b, a]]
+            assert fingerprint(changed.reshape(words.shape)) != before
+
+
+@pytest.mark.parametrize("sign", [1 << 15, 1 << 31, 1 << 63], ids=["2 bytes", "4 bytes", "8 bytes"])
+def test_a_swap_of_words_that_differ_in_the_sign_is_seen(sign: int) -> None:
+    """The change that sums modulo a power of two see least of."""
+    size = sign.bit_length() // 8
+    words = np.zeros((2, 64), dtype=f"u{size}")
+    seen = set()
+    for place in np.ndindex(words.shape):
+        words[...] = 0
+        words[place] = sign
+        seen.add(fingerprint(words))
+    assert len(seen) == words.size
+
+
+@each_size
+def test_every_swap_of_rows_and_of_columns_is_seen(size: int) -> None:
+    words = random_words((4, 5, 6), size)
+    seen = {fingerprint(words)}
+    orders = 0
+    for d in range(words.ndim):
+        for a, b in itertools.combinations(range(words.shape[d]), 2):
+            order = list(range(words.shape[d]))
+            order[a], order[b] = b, a
+            seen.add(fingerprint(np.take(words, order, axis=d)))
+            orders += 1
+    assert len(seen) == orders + 1
+
+
+def test_equal_content_elsewhere_is_another() -> None:
+    words = random_words((2, 3, 4), 2)
+    boxes = [Box.of(at, words.shape) for at in itertools.product((0, 1, 9), (0, 5), (0, 1, 2, 8192))]
+    assert len({fingerprint(words, box) for box in boxes}) == len(boxes)
+
+
+def test_other_keys_are_other_fingerprints() -> None:
+    words = random_words((2, 3), 4)
+    assert len({fingerprint(words, key=key) for key in (0, 1, 2, 1 << 63)}) == 4
+
+
+# --- refusals and form --------------------------------------------------------------------------
+
+
+def test_the_group_and_its_bytes() -> None:
+    a, b = fingerprint(random_words((2, 3), 2)), fingerprint(random_words((2, 3), 2, 1))
+    assert a + b - b == a and a - a == NOTHING and a + NOTHING == a
+    assert Fingerprint.decode(bytes(a)) == a
+
+
+@pytest.mark.parametrize("data", [b"", bytes(63), bytes(65), b"\xff" * 64])
+def test_bytes_of_no_fingerprint_are_refused(data: bytes) -> None:
+    with pytest.raises(FormatError, match="residue"):
+        Fingerprint.decode(data)
+
+
+def test_other_shapes_and_words_are_refused() -> None:
+    with pytest.raises(OutsideError, match=r"array\(2, 3\) != box\(3, 2\)"):
+        fingerprint(np.zeros((2, 3)), Box.of((0, 0), (3, 2)))
+    for wrong in (
+        np.zeros(3, np.complex128),
+        np.zeros(3, ">f4"),
+        np.zeros(3, object),
+        torch.zeros(3, dtype=torch.complex128),
+    ):
+        with pytest.raises(DtypeError):
+            fingerprint(wrong)
+    assert fingerprint(np.zeros((0, 3))) == NOTHING
