@@ -18,6 +18,7 @@ from shardweave.cli.common import (
     stdout,
     table,
 )
+from shardweave.cli.sources import named, parse_source
 
 if TYPE_CHECKING:
     from shardweave.convert.check import Checked
@@ -28,12 +29,16 @@ _STYLES = {"proved": "green", "failed": "bold red", "skipped": "yellow"}
 
 def check(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", exists=True, help="The checkpoint: a folder, or one file.")
+        Path,
+        typer.Argument(
+            metavar="PATH", parser=parse_source, help="The checkpoint: a folder, one file, or a URL of one."
+        ),
     ],
     config: options.Config = None,
     no_digests: Annotated[
         bool, typer.Option("--no-digests", help="Do not read the weights to compare digests.")
     ] = False,
+    cache: options.Cache = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -59,7 +64,7 @@ def check(
 
 def _print(checked: Checked) -> None:
     found = f"{checked.format} checkpoint" if checked.format else "no known checkpoint"
-    print_facts({"path": f"{checked.root}\n{found}"})
+    print_facts({"path": f"{named(checked.root)}\n{found}"})
     console = stdout()
     console.print()
     shown = table("", "", "")
@@ -74,7 +79,7 @@ def _print(checked: Checked) -> None:
 
 def _plain(checked: Checked) -> dict[str, Any]:
     return {
-        "path": str(checked.root),
+        "path": named(checked.root),
         "format": checked.format,
         "whole": checked.whole,
         "steps": [{"name": step.name, "state": step.state, "detail": step.detail} for step in checked.steps],
@@ -87,7 +92,7 @@ def plain_error(error: ShardweaveError) -> dict[str, str]:
     return {
         "error": type(error).__name__,
         "rule": error.rule,
-        "where": error.where,
-        "equation": error.equation,
+        "where": named(error.where),
+        "equation": named(error.equation),
         "hint": error.hint,
     }

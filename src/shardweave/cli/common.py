@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from shardweave import errors
+from shardweave.cli.sources import any_copied, local, named
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +52,10 @@ class App(TyperGroup):
 
 
 class Verb(TyperCommand):
-    """A command that ends with an error text and an exit code; its option ``--debug`` adds a traceback."""
+    """A command that ends with an error text and an exit code.
+
+    Its options ``--debug`` (a traceback too) and ``--cache`` (for sources at URLs) are read here.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its options."""
@@ -60,9 +64,16 @@ class Verb(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Run the verb; errors become texts on stderr."""
         try:
-            return super().invoke(ctx)
+            with local(ctx.params):
+                return super().invoke(ctx)
         except KeyboardInterrupt:
-            print_error("stopped", hint="run the same command to go on")
+            lost = any_copied() and ctx.params["cache"] is None
+            print_error(
+                "stopped",
+                hint="the copy of the source is gone; with --cache DIR the same command would go on"
+                if lost
+                else "run the same command to go on",
+            )
             raise typer.Exit(STOPPED) from None
         except errors.ShardweaveError as error:
             _trace(ctx)
@@ -104,7 +115,7 @@ def print_error(text: str, *, hint: str) -> None:
     console = stderr()
     for word, style, rest in (("error:", "bold red", text), ("hint:", "bold cyan", hint)):
         console.print(f"[{style}]{word}[/]", end=" ")
-        console.print(rest, markup=False, soft_wrap=True)
+        console.print(named(rest), markup=False, soft_wrap=True)
 
 
 # --- output -------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from shardweave.cli.common import (
     table,
 )
 from shardweave.cli.plan import job_report, print_report
+from shardweave.cli.sources import named, parse_source, parse_target
 
 if TYPE_CHECKING:
     from shardweave.convert import Account, Job, Report
@@ -32,10 +33,16 @@ _RUN = "How it runs"
 
 def convert(
     src: Annotated[
-        Path, typer.Argument(metavar="SRC", exists=True, help="The checkpoint: a folder, or one file.")
+        Path,
+        typer.Argument(
+            metavar="SRC", parser=parse_source, help="The checkpoint: a folder, one file, or a URL of one."
+        ),
     ],
     dst: Annotated[
-        Path, typer.Argument(metavar="DST", help="The folder to write; it appears whole or not at all.")
+        Path,
+        typer.Argument(
+            metavar="DST", parser=parse_target, help="The folder to write; it appears whole or not at all."
+        ),
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, or megatron (alias torch_dist).")],
     config: options.Config = None,
@@ -87,6 +94,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and write nothing.", rich_help_panel=_RUN)
     ] = False,
+    cache: options.Cache = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
     debug: options.Debug = False,
@@ -152,7 +160,7 @@ def _print_dry(job: Job, dst: Path, *, as_json: bool, quiet: bool) -> None:
 def _plain(job: Job, report: Report) -> dict[str, Any]:
     books = report.account
     return {
-        "source": {"path": str(job.source.manifest.root), "format": job.source.format},
+        "source": {"path": named(job.source.manifest.root), "format": job.source.format},
         "target": {"path": str(report.dst), "format": job.target.format, "arrays": report.num_tensors},
         "account": {
             "used": books.used,
@@ -176,7 +184,7 @@ def _print(job: Job, report: Report) -> None:
     console, books = stdout(), report.account
     print_facts(
         {
-            "source": f"{job.source.manifest.root} ({job.source.format})",
+            "source": f"{named(job.source.manifest.root)} ({job.source.format})",
             "target": f"{report.dst} ({job.target.format})",
         }
     )

@@ -22,6 +22,7 @@ from shardweave.cli.common import (
     stdout,
     table,
 )
+from shardweave.cli.sources import named, parse_source
 
 if TYPE_CHECKING:
     from shardweave.convert.diff import Comparison
@@ -30,8 +31,11 @@ _MOST = 10
 
 
 def diff(
-    left: Annotated[Path, typer.Argument(metavar="A", exists=True, help="A checkpoint of any format.")],
-    right: Annotated[Path, typer.Argument(metavar="B", exists=True, help="The other.")],
+    left: Annotated[
+        Path,
+        typer.Argument(metavar="A", parser=parse_source, help="A checkpoint of any format, or a URL of one."),
+    ],
+    right: Annotated[Path, typer.Argument(metavar="B", parser=parse_source, help="The other.")],
     config: options.Config = None,
     config_a: Annotated[
         Path | None, typer.Option("--config-a", metavar="CONFIG.json", exists=True, help="Config of A alone.")
@@ -39,6 +43,7 @@ def diff(
     config_b: Annotated[
         Path | None, typer.Option("--config-b", metavar="CONFIG.json", exists=True, help="Config of B alone.")
     ] = None,
+    cache: options.Cache = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -63,8 +68,8 @@ def diff(
 
 def _plain(left: Path, right: Path, found: Comparison) -> dict[str, Any]:
     return {
-        "a": str(left),
-        "b": str(right),
+        "a": named(left),
+        "b": named(right),
         "equal": found.equal,
         "compared": {"tensors": found.num_tensors, "bytes": found.num_bytes},
         "missing": list(found.missing),
@@ -96,7 +101,7 @@ def _print(left: Path, right: Path, found: Comparison) -> None:
     from shardweave.convert.diff import value_of
 
     console = stdout()
-    print_facts({"a": str(left), "b": str(right)})
+    print_facts({"a": named(left), "b": named(right)})
     console.print()
     rows = {"compared": f"{plural(found.num_tensors, 'tensor')}, {format_bytes(found.num_bytes)}, bit by bit"}
     if found.missing:

@@ -98,6 +98,16 @@ MaxFileSize = Annotated[
         "--max-file-size", parser=parse_size, metavar="SIZE", help="Start another file beyond this."
     ),
 ]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        file_okay=False,
+        help="Keep the copy of a source at a URL there, for the next run. Default: it is removed.",
+    ),
+]
+"""Read by the class of the command, not by the verb."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 """Read by the class of the command, not by the verb."""

@@ -22,6 +22,7 @@ from shardweave.cli.common import (
     table,
 )
 from shardweave.cli.sides import NOTATION, layout_of
+from shardweave.cli.sources import named, parse_source
 from shardweave.errors import GeometryError
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 
 def plan(
     src: Annotated[
-        Path | None, typer.Argument(metavar="SRC", exists=True, help="A checkpoint: a folder, or one file.")
+        Path | None,
+        typer.Argument(
+            metavar="SRC", parser=parse_source, help="A checkpoint: a folder, one file, or a URL of one."
+        ),
     ] = None,
     to: Annotated[
         str | None,
@@ -97,6 +101,7 @@ def plan(
     ] = None,
     stacked_experts: options.StackedExperts = False,
     max_file_size: options.MaxFileSize = "5GB",  # type: ignore[assignment]
+    cache: options.Cache = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -278,7 +283,7 @@ def job_report(job: Job) -> dict[str, Any]:
     stored = [source.manifest.tensors[name] for name in source.layout.arrays(0)]
     report: dict[str, Any] = {
         "source": {
-            "path": str(source.manifest.root),
+            "path": named(source.manifest.root),
             "format": source.format,
             "family": source.model.family,
             "arrays": len(stored),

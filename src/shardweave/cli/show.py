@@ -10,6 +10,7 @@ import typer
 from shardweave.cli import options
 from shardweave.cli.common import print_block, stderr, stdout
 from shardweave.cli.sides import NOTATION, layout_of
+from shardweave.cli.sources import parse_source
 from shardweave.errors import GeometryError
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 def show(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH|CONFIG.json", exists=True, help="A checkpoint, or a model's config."),
+        typer.Argument(
+            metavar="PATH|CONFIG.json",
+            parser=parse_source,
+            help="A checkpoint, a model's config, or a URL of one.",
+        ),
     ],
     as_: Annotated[
         str | None,
@@ -39,6 +44,7 @@ def show(
         Path | None, typer.Option("--svg", metavar="FILE.svg", help="Write the picture there instead.")
     ] = None,
     config: options.Config = None,
+    cache: options.Cache = None,
     debug: options.Debug = False,
 ) -> None:
     """Draw which ranks hold which rows, fused weights too.

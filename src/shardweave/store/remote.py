@@ -16,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,9 @@ from typing import IO, Final
 from shardweave.errors import ExistsError, FormatError, ShardweaveError, TruncatedError, WriteError
 from shardweave.store import torch_dist
 from shardweave.store.paths import inside
-from shardweave.store.remote_place import Entry, Place
+from shardweave.store.remote_place import Entry, Place, is_url
+
+__all__ = ["RECORD", "fetch", "is_url"]
 
 RECORD: Final = ".shardweave-copy.jsonl"
 """Beside the copied files: the URL, then name, size and state of each; also the lock of the copy."""
@@ -39,17 +40,6 @@ _CHUNK_BYTES: Final = 4 << 20
 _WORKERS: Final = 8
 
 Progress = Callable[[int, int], None]
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
-
-
-def is_url(text: str) -> bool:
-    """Whether a text names a place by URL. One letter before the colon is a drive.
-
-    >>> is_url("s3://bucket/iter_0001000"), is_url("iter_0001000"), is_url("C://models")
-    (True, False, False)
-    """
-    return _URL.match(text) is not None
 
 
 def fetch(url: str, folder: Path, *, progress: Progress | None = None) -> Path:

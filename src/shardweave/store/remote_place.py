@@ -49,6 +49,17 @@ _BLOCK_BYTES: Final = 4 << 20
 
 # --- URLs ---------------------------------------------------------------------------------------
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
+
+
+def is_url(text: str) -> bool:
+    """Whether a text names a place by URL. One letter before the colon is a drive.
+
+    >>> is_url("s3://bucket/iter_0001000"), is_url("iter_0001000"), is_url("C://models")
+    (True, False, False)
+    """
+    return _URL.match(text) is not None
+
 
 def _parts(url: str) -> tuple[str, str, str, str]:
     """Of a URL: up to ``://``, user and password, host and path, query and fragment."""
@@ -100,7 +111,7 @@ class Place:
     """What a URL names, listed and read through fsspec."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.shown = url, without_secrets(url)
+        self.url, self.shown = url, without_secrets(url).rstrip("/")
         scheme = url.partition("://")[0]
         if ":" in scheme:
             raise FormatError(
