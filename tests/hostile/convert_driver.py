@@ -8,6 +8,7 @@ it ended: ``killed``, ``done`` or the error.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 from shardweave.convert import Geometry, convert, prepare
 from shardweave.errors import ShardweaveError
 
+# Besides opening a file to write.
 STEPS = ("replace", "rename", "unlink", "mkdir", "rmdir", "fsync")
 
 
@@ -48,6 +50,12 @@ def disturb(slow_s: float, die_at: int | None) -> None:
 
     for name in STEPS:
         setattr(os, name, before(getattr(os, name)))
+    read, write = io.open, before(io.open)
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return (write if set(mode) & set("wxa+") else read)(file, mode, *args, **kwargs)
+
+    io.open = opened  # type: ignore[assignment]
 
 
 def job(order: dict[str, Any]) -> None:

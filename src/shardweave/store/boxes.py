@@ -20,7 +20,7 @@ class Boxes:
     """
 
     def __init__(self, offsets: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]) -> None:
-        self.low: NDArray[np.int64] = np.array(offsets, np.int64).reshape(len(offsets), -1)
+        self.low: NDArray[np.int64] = np.array(offsets, np.int64).reshape(len(offsets), -1 if offsets else 0)
         self.high: NDArray[np.int64] = self.low + np.array(shapes, np.int64).reshape(self.low.shape)
         # Sorted along the first dim, only a stretch of them can touch: those that begin before the
         # other's end, less those up to which all have ended before its begin.
@@ -34,6 +34,8 @@ class Boxes:
     ) -> list[int]:
         """The numbers of the boxes that share an element with the one from ``low`` to below ``high``."""
         near = self._order
+        if not near.size:
+            return []
         if self._begin.size:
             start = int(np.searchsorted(self._reach, low[0], side="right"))
             near = near[start : int(np.searchsorted(self._begin, high[0], side="left"))]
