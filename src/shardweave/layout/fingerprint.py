@@ -283,15 +283,20 @@ def _rows(words: _Words, dim: int, numbers: range, inside: range, key: int) -> l
     table = _cell_weights(key)[first:last]
     step = min(max(_BLOCK // (last - first), 1), _MOST_ROWS)
     floats = np.empty((min(step, len(words)), last - first))
+    weight = np.zeros((0, LANES), dtype=np.int64)
     totals = [0] * LANES
     for start in range(0, len(words), step):
         block = words[start : start + step]
         x = floats[: len(block)]
         np.copyto(x, _cells(block, inside, first, last))
-        sums, weight = _products(x, table), weights(key, dim, np.array(numbers[start : start + step]))
+        if len(weight) < len(block):  # made for many blocks at once
+            some = step * max(_MOST_ROWS // step, 1)
+            weight = weights(key, dim, np.array(numbers[start : start + some]))
+        mine, weight = weight[: len(block)], weight[len(block) :]
+        sums = _products(x, table)
         # A row comes to 58 bits at most: its halves times a weight still add up in 63.
-        low = np.einsum("rk,rk->k", sums & (1 << _LOW) - 1, weight).tolist()
-        high = np.einsum("rk,rk->k", sums >> _LOW, weight).tolist()
+        low = np.einsum("rk,rk->k", sums & (1 << _LOW) - 1, mine).tolist()
+        high = np.einsum("rk,rk->k", sums >> _LOW, mine).tolist()
         totals = [t + a + (b << _LOW) for t, a, b in zip(totals, low, high, strict=True)]
     return totals
 
@@ -312,9 +317,9 @@ def _products(cells: NDArray[np.float64], table: NDArray[np.float64]) -> Ints:
     """Rows of cells times their weights, exactly: no product sums more than ``EXACT`` cells."""
     full = len(table) // EXACT
     whole = full * EXACT
-    sums = (cells[:, whole:] @ table[whole:]).astype(np.int64)
-    if full:
-        stretches = cells[:, :whole].reshape(len(cells), full, EXACT).transpose(1, 0, 2)
-        products = np.matmul(stretches, table[:whole].reshape(full, EXACT, LANES))
-        sums += products.astype(np.int64).sum(axis=0)
+    stretches = cells[:, :whole].reshape(len(cells), full, EXACT).transpose(1, 0, 2)
+    products = np.matmul(stretches, table[:whole].reshape(full, EXACT, LANES))
+    sums: Ints = products.astype(np.int64).sum(axis=0)
+    if whole < len(table):
+        sums += (cells[:, whole:] @ table[whole:]).astype(np.int64)
     return sums
