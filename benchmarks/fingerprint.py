@@ -51,6 +51,7 @@ def cases(words: NDArray[np.uint64], columns: int) -> dict[str, Callable[[], obj
     halves = words.view(np.uint16).reshape(-1, columns)
     found["2-byte words, one row"] = lambda: fingerprint(halves.reshape(-1))
     found["2-byte words, rows of 128"] = lambda: fingerprint(halves.reshape(-1, 128))
+    found["2-byte words, transposed"] = lambda: fingerprint(halves.T)
     shifted = Box.of((0, 1), (len(halves), columns - 2))
     found["2-byte words, odd columns"] = lambda: fingerprint(halves[:, 1:-1], shifted)
     return found

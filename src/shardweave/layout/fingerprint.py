@@ -51,6 +51,8 @@ EXACT = 128
 _CELL = 4
 _BLOCK = 1 << 16
 """Cells that are worked on at once: as float64, a part of the second-level cache."""
+_TILE = 1 << 9
+"""Columns that are gathered at once where they do not lie side by side, so that a cache line is read once."""
 _MOST_ROWS = 1 << 12
 _LOW = 31
 _SEGMENTS, _CELLS = 1 << 32, (1 << 32) + 1
@@ -247,7 +249,9 @@ def _cell_weights(key: int) -> NDArray[np.float64]:
 def _sums(words: _Words, box: Box, key: int) -> Iterator[tuple[list[int], list[int]]]:
     """Weights and values, lane by lane, whose products add up to the fingerprint of a box."""
     *outer, columns = box.dims
-    for at, segments, inside in _segments(columns, _CELL * SEGMENT // words.itemsize):
+    size = _CELL * SEGMENT // words.itemsize
+    most = size if words.strides[-1] == words.itemsize else _TILE
+    for at, segments, inside in _segments(columns, size, most):
         part = words[..., at].reshape(*words.shape[:-1], len(segments), len(inside))
         dims = [*enumerate(outer), (_SEGMENTS, segments)]
         # The longest dim becomes rows; the others are walked one index at a time.
@@ -261,12 +265,15 @@ def _sums(words: _Words, box: Box, key: int) -> Iterator[tuple[list[int], list[i
             yield weight, _rows(part[index], *dims[rows], inside, key)
 
 
-def _segments(columns: range, size: int) -> Iterator[tuple[slice, range, range]]:
-    """A range cut where segments of ``size`` begin: places in it, segments, and indices in each of them."""
+def _segments(columns: range, size: int, most: int) -> Iterator[tuple[slice, range, range]]:
+    """A range cut where segments of ``size`` begin, and after ``most`` indices.
+
+    Each piece is places in the range, segments, and indices in each of them.
+    """
     at = 0
     while at < len(columns):
         segment, first = divmod(columns[at], size)
-        count = min(len(columns) - at, (size - 1 - first) // columns.step + 1)
+        count = min(len(columns) - at, (size - 1 - first) // columns.step + 1, most)
         turns = (len(columns) - at) // size if columns.step == 1 and count == size else 1
         yield (
             slice(at, at + turns * count),
