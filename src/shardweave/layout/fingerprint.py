@@ -48,14 +48,14 @@ SEGMENT = 4096
 EXACT = 128
 """Products of a cell (2**31) and a weight (2**15) whose sum is exact in float64 (2**53)."""
 
-_CELL = 4
+CELL_BYTES = 4
 _BLOCK = 1 << 16
 """Cells that are worked on at once: as float64, a part of the second-level cache."""
 _TILE = 1 << 9
 """Columns that are gathered at once where they do not lie side by side, so that a cache line is read once."""
 _MOST_ROWS = 1 << 12
 _LOW = 31
-_SEGMENTS, _CELLS = 1 << 32, (1 << 32) + 1
+SEGMENT_DIM, CELL_DIM = 1 << 32, (1 << 32) + 1
 """Where the numbers of segments and of cells are among those of dims."""
 
 _Words = NDArray[Any]
@@ -132,14 +132,7 @@ def fingerprint(array: Any, box: Box | None = None, *, key: int = 0) -> Fingerpr
     False
     """
     words = words_of(array)
-    box = Box.of((0,) * words.ndim, words.shape) if box is None else box
-    if box.shape != words.shape:
-        raise OutsideError(
-            "an array has the shape of the box that it holds",
-            where=f"box {box}",
-            equation=f"array{words.shape} != box{box.shape}",
-            hint="pass the part of the array that the box says, its dims in the tensor's order",
-        )
+    box = place_of(words.shape, box)
     totals = [0] * LANES
     if box.numel:
         if not words.ndim:
@@ -148,6 +141,23 @@ def fingerprint(array: Any, box: Box | None = None, *, key: int = 0) -> Fingerpr
             for lane, (weight, value) in enumerate(zip(weights, lanes, strict=True)):
                 totals[lane] += weight * value
     return Fingerprint(tuple(total % MODULUS for total in totals))
+
+
+def place_of(shape: tuple[int, ...], box: Box | None) -> Box:
+    """The box of an array of ``shape``: the one given, or the one at the beginning of its tensor.
+
+    Raises:
+        OutsideError: The box given has another shape.
+    """
+    found = Box.of((0,) * len(shape), shape) if box is None else box
+    if found.shape != shape:
+        raise OutsideError(
+            "an array has the shape of the box that it holds",
+            where=f"box {found}",
+            equation=f"array{shape} != box{found.shape}",
+            hint="pass the part of the array that the box says, its dims in the tensor's order",
+        )
+    return found
 
 
 def held(buffer: Buffer, arrays: Mapping[str, Any], *, key: int = 0) -> dict[Tensor, Fingerprint]:
@@ -240,7 +250,7 @@ def _mix(x: NDArray[Any]) -> NDArray[np.uint64]:
 @functools.lru_cache(maxsize=8)
 def _cell_weights(key: int) -> NDArray[np.float64]:
     """The numbers of the cells of a segment."""
-    return weights(key, _CELLS, np.arange(SEGMENT)).astype(np.float64)
+    return weights(key, CELL_DIM, np.arange(SEGMENT)).astype(np.float64)
 
 
 # --- sums ---------------------------------------------------------------------------------------
@@ -249,11 +259,11 @@ def _cell_weights(key: int) -> NDArray[np.float64]:
 def _sums(words: _Words, box: Box, key: int) -> Iterator[tuple[list[int], list[int]]]:
     """Weights and values, lane by lane, whose products add up to the fingerprint of a box."""
     *outer, columns = box.dims
-    size = _CELL * SEGMENT // words.itemsize
+    size = CELL_BYTES * SEGMENT // words.itemsize
     most = size if words.strides[-1] == words.itemsize else _TILE
-    for at, segments, inside in _segments(columns, size, most):
+    for at, segments, inside in segments_of(columns, size, most):
         part = words[..., at].reshape(*words.shape[:-1], len(segments), len(inside))
-        dims = [*enumerate(outer), (_SEGMENTS, segments)]
+        dims = [*enumerate(outer), (SEGMENT_DIM, segments)]
         # The longest dim becomes rows; the others are walked one index at a time.
         rows = max(range(len(dims)), key=lambda d: (len(dims[d][1]), d))
         walked = [d for d in range(len(dims)) if d != rows]
@@ -265,7 +275,7 @@ def _sums(words: _Words, box: Box, key: int) -> Iterator[tuple[list[int], list[i
             yield weight, _rows(part[index], *dims[rows], inside, key)
 
 
-def _segments(columns: range, size: int, most: int) -> Iterator[tuple[slice, range, range]]:
+def segments_of(columns: range, size: int, most: int) -> Iterator[tuple[slice, range, range]]:
     """A range cut where segments of ``size`` begin, and after ``most`` indices.
 
     Each piece is places in the range, segments, and indices in each of them.
@@ -283,10 +293,14 @@ def _segments(columns: range, size: int, most: int) -> Iterator[tuple[slice, ran
         at += turns * count
 
 
+def cells_of(inside: range, itemsize: int) -> tuple[int, int]:
+    """The first cell that some indices of a segment lie in, and one past the last."""
+    return inside.start * itemsize // CELL_BYTES, -(-(inside[-1] + 1) * itemsize // CELL_BYTES)
+
+
 def _rows(words: _Words, dim: int, numbers: range, inside: range, key: int) -> list[int]:
     """The sum of rows of one segment, weighted by their numbers, in each lane; an exact integer."""
-    per_cell = _CELL / words.itemsize
-    first, last = int(inside.start // per_cell), int(-(-(inside[-1] + 1) // per_cell))
+    first, last = cells_of(inside, words.itemsize)
     table = _cell_weights(key)[first:last]
     step = min(max(_BLOCK // (last - first), 1), _MOST_ROWS)
     floats = np.empty((min(step, len(words)), last - first))
@@ -311,7 +325,7 @@ def _rows(words: _Words, dim: int, numbers: range, inside: range, key: int) -> l
 def _cells(block: _Words, inside: range, first: int, last: int) -> NDArray[np.int32]:
     """The cells ``first`` to ``last`` of some rows, zero where the rows have no element."""
     size = block.itemsize
-    origin, width = first * _CELL // size, (last - first) * _CELL // size
+    origin, width = first * CELL_BYTES // size, (last - first) * CELL_BYTES // size
     if len(inside) == width and block.strides[-1] == size:
         return block.view("<i4")
     cells = np.zeros((len(block), last - first), dtype="<i4")

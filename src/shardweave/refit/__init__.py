@@ -2,7 +2,7 @@
 
 What is here: ``manifest``, what a publisher says that it owns, in a few hundred bytes; ``joining``, what
 several say together: one source layout, or a refusal. What content comes to, so that a read is checked, is
-``shardweave.layout.fingerprint``.
+``shardweave.layout.fingerprint``; ``device`` takes it of tensors that are on a GPU.
 """
 
 from __future__ import annotations
