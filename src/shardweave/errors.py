@@ -125,6 +125,19 @@ class PlanError(ShardweaveError, ValueError):
     """Two layouts cannot be planned against each other: other tensors, shapes or worlds."""
 
 
+# --- move ---------------------------------------------------------------------------------------
+
+
+class TransportError(ShardweaveError, RuntimeError):
+    """A peer of a move is gone, refuses, or reported a failure."""
+
+
+class TransportTimeoutError(TransportError, TimeoutError):
+    """A peer of a move did not do its part within the stated time."""
+
+    __str__ = Exception.__str__
+
+
 # --- files --------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,192 @@
+"""Point-to-point messages of ``torch.distributed``, over a process group that is passed in.
+
+Each block is one message, in the destination's dim order and the source's dtype. A side whose block
+is contiguous in that form takes part in place; the other packs or unpacks it once, in a buffer that
+is kept. The two decide independently, as nothing on the wire depends on it.
+
+All messages of a round are posted before any is waited for, and every rank posts those of a pair in
+the same order, so no order of ranks can make a round wait for itself. Neither the default group nor
+any other registered one is read or made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardweave.errors import TransportError, TransportTimeoutError
+from shardweave.move.transport import (
+    Arrays,
+    Moved,
+    Staging,
+    aligned,
+    as_bytes,
+    milliseconds,
+    source_block,
+    target_block,
+    wire_dtype,
+)
+from shardweave.plan import Copy, Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+
+
+def process_group(
+    *, store: Store, ranks: Sequence[int], rank: int, backend: str = "gloo", timeout_s: float = 60.0
+) -> Any:
+    """A process group of these ranks alone, which nothing but its holder knows of.
+
+    Args:
+        store: Any store of torch that all ranks reach; keys have a prefix of their own.
+        ranks: The global ranks, in the order of the group.
+        rank: This one.
+        backend: ``gloo`` for host memory, ``nccl`` for memory of the current CUDA device.
+        timeout_s: The longest that ranks wait for each other.
+
+    Raises:
+        TransportError, TransportTimeoutError: The ranks did not find each other.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    prefixed = PrefixStore(f"shardweave/{backend}", store)
+    at, size, timeout = list(ranks).index(rank), len(ranks), milliseconds(timeout_s)
+    try:
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(prefixed, at, size, timeout=timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, at, size, options)
+    except (RuntimeError, AttributeError) as error:
+        raise _named(error, f"rank {rank} of ranks {_short(ranks)}, {backend}", timeout_s) from error
+
+
+class CollectiveTransport:
+    """Two-sided, over any process group of torch that can send and receive."""
+
+    def __init__(
+        self, *, group: Any, ranks: Sequence[int], device: str = "cpu", timeout_s: float = 60.0
+    ) -> None:
+        """One rank's end.
+
+        Args:
+            group: From ``process_group``, or a group of the caller's.
+            ranks: The global rank of each rank of the group, in its order.
+            device: Where the group sends from: ``cpu`` for gloo, the CUDA device for NCCL. Blocks
+                elsewhere are staged there.
+            timeout_s: The longest that a round may take.
+        """
+        import torch
+        from torch.distributed import ProcessGroup
+
+        # A registered group is a set of backends; a group from process_group is one itself.
+        self._backend: Any = (
+            group._get_backend(torch.device(device)) if type(group) is ProcessGroup else group
+        )
+        self._at = {rank: i for i, rank in enumerate(ranks)}
+        self.rank = ranks[group.rank()]
+        # A tensor's device has a number, so that of the group gets one too.
+        self.device, self.timeout_s = torch.empty(0, device=device).device, timeout_s
+        self._staging = Staging(device)
+        self._broken = ""
+
+    def offer(self, arrays: Mapping[str, Any]) -> bytes:
+        """See ``Transport.offer``: nothing is offered, as the source sends."""
+        return b""
+
+    def run(
+        self,
+        plan: Plan,
+        copies: Sequence[Copy],
+        *,
+        src: Arrays,
+        dst: Arrays,
+        endpoints: Mapping[int, bytes],
+    ) -> Moved:
+        """See ``Transport.run``."""
+        blocks = [self._block(plan, copy, src, dst) for copy in copies]
+        self._staging.begin(sum(aligned(size) for _, size, in_place in blocks if not in_place))
+        messages, unpack = [], []
+        sent = received = 0
+        for copy, (block, size, in_place) in zip(copies, blocks, strict=True):
+            sends = copy.src_rank == self.rank
+            wire = block if in_place else self._staging.take(block.shape, wire_dtype(plan, copy))
+            if sends and not in_place:
+                wire.copy_(block)
+            elif not in_place:
+                unpack.append((block, wire))
+            peer = copy.dst_rank if sends else copy.src_rank
+            messages.append((sends, peer, as_bytes(wire)))
+            sent, received = sent + size * sends, received + size * (not sends)
+        self._exchange(messages)
+        for block, wire in unpack:
+            block.copy_(wire)
+        return Moved(sent, received)
+
+    def close(self) -> None:
+        """See ``Transport.close``. The group belongs to the caller."""
+        self._staging.buffer = None
+
+    def _block(self, plan: Plan, copy: Copy, src: Arrays, dst: Arrays) -> tuple[torch.Tensor, int, bool]:
+        """This rank's side of a copy, the bytes on the wire, and whether it is a message as it is."""
+        dtype = wire_dtype(plan, copy)
+        block = source_block(copy, src) if copy.src_rank == self.rank else target_block(copy, dst)
+        in_place = block.is_contiguous() and block.dtype == dtype and block.device == self.device
+        return block, block.numel() * dtype.itemsize, in_place
+
+    def _exchange(self, messages: list[tuple[bool, int, torch.Tensor]]) -> None:
+        if not messages:
+            return
+        if self._broken:
+            raise TransportError(
+                "a group whose messages broke off is not used again",
+                where=f"rank {self.rank}",
+                equation=f"it broke off with {self._broken}",
+                hint="make a new group of the ranks that are left",
+            )
+        backend, deadline = self._backend, time.monotonic() + self.timeout_s
+        peers: Sequence[int] = [peer for _, peer, _ in messages]
+        waiting: list[tuple[Sequence[int], Any]] = []
+        try:
+            # Backends that launch on a device post a round as one operation, or their sends would block.
+            together = bool(getattr(backend, "supports_coalescing", False))
+            if together:
+                backend._start_coalescing()
+            for sends, peer, data in messages:
+                work = (backend.send if sends else backend.recv)([data], self._at[peer], 0)
+                waiting += [] if together else [([peer], work)]
+            if together:
+                waiting = [(peers, backend._end_coalescing())]
+            while waiting:
+                peers, work = waiting[0]
+                work.wait(milliseconds(deadline - time.monotonic()))
+                waiting.pop(0)
+        except RuntimeError as error:
+            named = _named(error, f"rank {self.rank} and rank {_short(peers)}", self.timeout_s)
+            self._broken = named.equation
+            raise named from error
+
+
+def _named(error: Exception, where: str, timeout_s: float) -> TransportError:
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]
+    if "imed out" in text or "timeout" in text.lower():
+        return TransportTimeoutError(
+            "every rank does its part of a round in time",
+            where=where,
+            equation=f"timeout_s({timeout_s:g}): {text}",
+            hint="look at the log of that rank: it stalls or is gone; raise timeout_s if it is only slow",
+        )
+    return TransportError(
+        "the peers of a round are there",
+        where=where,
+        equation=text,
+        hint="look at the log of that rank: its process is gone, or the network between the two",
+    )
+
+
+def _short(ranks: Sequence[int]) -> str:
+    names = [str(rank) for rank in dict.fromkeys(ranks)]
+    return ", ".join(names[:8]) + (f", ... {len(names)} in all" if len(names) > 8 else "")

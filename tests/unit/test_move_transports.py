@@ -1,0 +1,168 @@
+"""What each transport does with memory: in place, staged, mapped, registered."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from shardweave.errors import MissingPackageError, TransportError, TransportTimeoutError
+from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Sharded, Tensor, along, even, whole
+from shardweave.move import CollectiveTransport, NixlTransport, Rendezvous, SharedTransport, schedule
+from shardweave.plan import Plan, plan
+
+ONE, TWO = Mesh((("tp", 1),)), Mesh((("tp", 2),), offset=1)
+WHOLE = torch.arange(120, dtype=torch.float32).view(12, 10) + 1
+
+
+def from_rank_0(*, rows: bool) -> Plan:
+    """Rank 0 has all of it; ranks 1 and 2 want rows, which are stretches, or columns, which are not."""
+    tensor = Tensor("w", (12, 10), "float32")
+    cut = along(TWO, "tp", lambda r: even(whole(12 if rows else 10), 2, r))
+    dims: tuple[Dim | Sharded, ...] = (cut, whole(10)) if rows else (whole(12), cut)
+    return plan(
+        Layout("whole", ONE, (BufferRule("w", (Part(tensor),), (whole(12), whole(10))),)),
+        Layout("cut", TWO, (BufferRule("w", (Part(tensor),), dims),)),
+    )
+
+
+class Backend:
+    """Records messages; what is sent to a rank is given to whoever receives from this one."""
+
+    def __init__(self, rank: int, wire: dict[int, list[torch.Tensor]], fail: str = "") -> None:
+        self._rank, self.wire, self.fail = rank, wire, fail
+        self.messages: list[torch.Tensor] = []
+
+    def rank(self) -> int:
+        return self._rank
+
+    def send(self, data: Sequence[torch.Tensor], peer: int, tag: int) -> Backend:
+        self.messages.append(data[0])
+        self.wire.setdefault(peer, []).append(data[0].clone())
+        return self
+
+    def recv(self, data: Sequence[torch.Tensor], peer: int, tag: int) -> Backend:
+        self.messages.append(data[0])
+        data[0].copy_(self.wire[self._rank].pop(0))
+        return self
+
+    def wait(self, timeout: Any) -> None:
+        if self.fail:
+            raise RuntimeError(self.fail)
+
+
+def send_and_receive(moves: Plan) -> tuple[Backend, Backend, torch.Tensor, CollectiveTransport]:
+    wire: dict[int, list[torch.Tensor]] = {}
+    sender, receiver = Backend(0, wire), Backend(1, wire)
+    wanted = moves.dst.rules[0].at(moves.dst.mesh, 1)
+    assert wanted is not None
+    target = {"w": torch.full(wanted.shape, torch.nan)}
+    for backend, src, dst in ((sender, {"w": WHOLE}, {}), (receiver, {}, target)):
+        end = CollectiveTransport(group=backend, ranks=(0, 1, 2))
+        for copies in schedule(moves, rank=end.rank).rounds:
+            end.run(moves, copies, src=src, dst=dst, endpoints={})
+        if backend is sender:
+            first = end
+    return sender, receiver, target["w"], first
+
+
+def test_a_stretch_is_sent_and_received_in_place() -> None:
+    sender, receiver, target, end = send_and_receive(from_rank_0(rows=True))
+    assert torch.equal(target, WHOLE[:6])
+    assert [m.data_ptr() for m in sender.messages] == [WHOLE.data_ptr(), WHOLE[6:].data_ptr()]
+    assert [m.data_ptr() for m in receiver.messages] == [target.data_ptr()]
+    assert end._staging.buffer is None
+
+
+def test_columns_are_packed_once_and_cost_their_own_bytes() -> None:
+    sender, receiver, target, end = send_and_receive(from_rank_0(rows=False))
+    assert torch.equal(target, WHOLE[:, :5])
+    assert [m.numel() for m in sender.messages] == [12 * 5 * 4] * 2
+    assert end._staging.buffer is not None and end._staging.buffer.numel() == 2 * 12 * 5 * 4
+    assert [m.data_ptr() for m in receiver.messages] == [target.data_ptr()], "a stretch at the destination"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("Timed out waiting 100ms for recv operation to complete", TransportTimeoutError),
+        ("Connection closed by peer [127.0.0.1]:1234", TransportError),
+    ],
+)
+def test_a_group_that_failed_is_named_and_not_used_again(text: str, error: type[Exception]) -> None:
+    moves = from_rank_0(rows=True)
+    (copies,) = schedule(moves, rank=0).rounds
+    end = CollectiveTransport(group=Backend(0, {}, fail=text), ranks=(0, 1, 2), timeout_s=0.1)
+    for wanted, words in ((error, "rank 0 and rank 1"), (TransportError, "it broke off with")):
+        with pytest.raises(wanted, match=words) as caught:
+            end.run(moves, copies, src={"w": WHOLE}, dst={}, endpoints={})
+        assert type(caught.value) is wanted and text in str(caught.value)
+
+
+# --- shared memory ------------------------------------------------------------------------------
+
+
+def read_columns(endpoint: bytes, rank: int = 1) -> torch.Tensor:
+    moves = from_rank_0(rows=False)
+    target = {"w": torch.full((12, 5), torch.nan)}
+    for copies in schedule(moves, rank=rank).rounds:
+        SharedTransport(rank=rank).run(moves, copies, src={}, dst=target, endpoints={0: endpoint})
+    return target["w"]
+
+
+def test_arrays_are_copied_into_a_segment_once_or_live_there() -> None:
+    end = SharedTransport(rank=0)
+    endpoint = end.offer({"w": WHOLE, "none": torch.empty(0, 3)})
+    assert torch.equal(read_columns(endpoint), WHOLE[:, :5])
+    assert end.offer({"w": WHOLE + 1, "none": torch.empty(0, 3)}) == endpoint, "the same segment"
+    assert torch.equal(read_columns(endpoint), WHOLE[:, :5] + 1)
+
+    held = end.allocate({"w": ((12, 10), "float32")})
+    endpoint = end.offer(held)
+    held["w"].copy_(WHOLE * 2)
+    assert torch.equal(read_columns(endpoint), WHOLE[:, :5] * 2), "no second copy"
+    end.close()
+
+
+def test_a_segment_has_no_name_and_is_gone_with_its_publisher() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    end = SharedTransport(rank=0)
+    endpoint = end.offer({"w": WHOLE})
+    assert set(Path("/dev/shm").iterdir()) <= before
+    end.close()
+    with pytest.raises(TransportError, match=r"rank 0, /proc/.*FileNotFoundError"):
+        read_columns(endpoint)
+
+
+def test_another_file_of_that_number_is_not_taken_for_the_segment() -> None:
+    end, other = SharedTransport(rank=0), SharedTransport(rank=3)
+    endpoint, strange = end.offer({"w": WHOLE}), other.offer({"w": WHOLE})
+    forged = {**json.loads(endpoint), "file": json.loads(strange)["file"]}
+    with pytest.raises(TransportError, match="token"):
+        read_columns(json.dumps(forged).encode())
+    end.close()
+    other.close()
+
+
+# --- nixl and the rendezvous --------------------------------------------------------------------
+
+
+def test_nixl_that_is_missing_is_named_with_its_extra() -> None:
+    packages = dict.fromkeys(
+        ("nixl", "nixl._api", "nixl_cu12", "nixl_cu12._api", "nixl_cu13", "nixl_cu13._api")
+    )
+    with patch.dict(sys.modules, packages), pytest.raises(MissingPackageError, match=r"shardweave\[nixl\]"):
+        NixlTransport(rank=0)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    meeting = Rendezvous(store=HashStore(), ranks=(4, 5, 6), rank=5, timeout_s=0.05)
+    with pytest.raises(TransportTimeoutError, match="rank 5 waits for rank 4, rank 6"):
+        meeting.exchange(b"")
