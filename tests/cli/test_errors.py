@@ -59,6 +59,7 @@ def test_usage_errors(sw: Run, golden, checkpoint, data_dir: Path, tmp_path: Pat
         ("plan", src),
         ("plan", src, "--from", "hf", "--to", "hf"),
         ("plan", "--model", config, "--from", "hf", "--to", "vllm:tp=2", "--tp", "2"),
+        ("plan", "--model", config, "--dtype", "bfloat16", "--from", "ddp:n=4", "--to", "hf"),
         ("plan", "--model", config, "--dtype", "bfloat16", "--from", "fsdp:n=4", "--to", "hf"),
         ("plan", "--model", config, "--dtype", "bfloat16", "--from", "megatron:tq=4", "--to", "hf"),
         ("plan", "--model", config, "--dtype", "bfloat16", "--from", "megatron:tp=0", "--to", "hf"),

@@ -10,7 +10,7 @@ import pytest
 from cli_driver import Run
 
 from shardweave.cli.sides import layout_of, parse_side
-from shardweave.dialects import megatron, vllm
+from shardweave.dialects import fsdp, megatron, vllm
 from shardweave.errors import GeometryError
 from shardweave.layout import prove
 from shardweave.models import from_config
@@ -86,6 +86,18 @@ def test_stored_plans_are_proved(sw: Run, checkpoint: Checkpoint, tmp_path: Path
             "vllm:tp=2,pp=2,stages=1+3,vocab_multiple=32",
             lambda model: vllm.layout(
                 model, vllm.mesh(tp=2, pp=2), layer_partition=(1, 3), vocab_multiple=32
+            ),
+        ),
+        ("fsdp", lambda model: fsdp.layout(model, fsdp.mesh(dp=1))),
+        ("fsdp:dp=4 @ 2", lambda model: fsdp.layout(model, fsdp.mesh(dp=4, offset=2))),
+        (
+            "fsdp:tp=2,dp=4,outer=dp",
+            lambda model: fsdp.layout(model, fsdp.mesh(dp=4, tp=2), tp="tp", outer="dp"),
+        ),
+        (
+            "fsdp:dp=3,replicate=2,tp=2",
+            lambda model: fsdp.layout(
+                model, fsdp.mesh(replicate=2, dp=3, tp=2), replicate=("replicate",), tp="tp"
             ),
         ),
     ],

@@ -44,8 +44,14 @@ _VLLM: Mapping[str, Reader] = {
     "stages": _sum,
 }
 _HF: Mapping[str, Reader] = {"stacked_experts": _flag, "aliases": _flag}
+_FSDP: Mapping[str, Reader] = {**dict.fromkeys(("replicate", "dp", "tp"), _degree), "outer": str, **_HF}
 
-DIALECTS: Mapping[str, Mapping[str, Reader]] = {"megatron": _MEGATRON, "vllm": _VLLM, "hf": _HF}
+DIALECTS: Mapping[str, Mapping[str, Reader]] = {
+    "megatron": _MEGATRON,
+    "vllm": _VLLM,
+    "fsdp": _FSDP,
+    "hf": _HF,
+}
 """The keys that each dialect takes, and how their values are read."""
 
 NOTATION = "DIALECT:KEY=VALUE,... @ RANK"
@@ -100,7 +106,8 @@ def layout_of(text: str, model: Model) -> Layout:
         GeometryError: It is no such text, or the model cannot be laid out so.
     """
     name, keys, offset = parse_side(text)
-    return {"megatron": _megatron, "vllm": _vllm, "hf": _hf}[name](model, offset, **keys)
+    build = {"megatron": _megatron, "vllm": _vllm, "fsdp": _fsdp, "hf": _hf}[name]
+    return build(model, offset, **keys)
 
 
 def _megatron(model: Model, offset: int, **keys: Any) -> Layout:
@@ -120,6 +127,18 @@ def _vllm(model: Model, offset: int, **keys: Any) -> Layout:
     mesh = vllm.mesh(tp=keys.pop("tp", 1), **axes, offset=offset)
     keys.setdefault("expert_parallel", axes.get("ep", 1) > 1)
     return vllm.layout(model, mesh, layer_partition=keys.pop("stages", None), **keys)
+
+
+def _fsdp(model: Model, offset: int, *, aliases: bool = False, **keys: Any) -> Layout:
+    from shardweave.dialects import fsdp
+
+    keys.setdefault("dp", 1)
+    dims = {axis: keys.pop(axis) for axis in ("replicate", "dp", "tp") if axis in keys}
+    if "tp" in dims:
+        keys["tp"] = "tp"
+    if "replicate" in dims:
+        keys["replicate"] = ("replicate",)
+    return fsdp.layout(model, fsdp.mesh(**dims, offset=offset), with_aliases=aliases, **keys)
 
 
 def _hf(model: Model, offset: int, *, stacked_experts: bool = False, aliases: bool = False) -> Layout:
