@@ -201,8 +201,8 @@ PAIRS = {
 }
 
 
-def planned(pair: str) -> Plan:
-    return plan(*PAIRS[pair](), allow_casts=pair == "cast_down")
+# Made before ranks are forked, so once for all of them.
+PLANS = {pair: plan(*sides(), allow_casts=pair == "cast_down") for pair, sides in PAIRS.items()}
 
 
 def ranks_of(moves: Plan) -> list[int]:
@@ -281,7 +281,7 @@ def move(
     turns: int = 1,
 ) -> tuple[dict[str, bytes], Report]:
     """One rank's part: plan, meet, offer, move, as often as asked; `ends` says which rank dies or stalls."""
-    moves = planned(pair)
+    moves = PLANS[pair]
     ranks = ranks_of(moves)
     store = torch.distributed.FileStore(str(folder / "store"), len(ranks))
     meeting = Rendezvous(

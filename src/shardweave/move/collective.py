@@ -11,6 +11,7 @@ any other registered one is read or made.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,9 @@ class CollectiveTransport:
 
 
 def _named(error: Exception, where: str, timeout_s: float) -> TransportError:
-    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:200]
+    # The first line says it, behind where in torch's sources it was raised.
+    line = re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])
+    text = f"{type(error).__name__}: {line:.200}"
     if "imed out" in text or "timeout" in text.lower():
         return TransportTimeoutError(
             "every rank does its part of a round in time",

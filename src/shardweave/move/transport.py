@@ -278,10 +278,11 @@ class Rendezvous:
         return found
 
     def fail(self, error: Exception) -> None:
-        """Tell all ranks that this one failed; they raise in place of waiting."""
+        """Tell all ranks that this one failed; they raise in place of waiting. The first is quoted."""
         text = json.dumps([self.rank, f"{type(error).__name__}: {error}"[:400]])
         try:
-            self._store.set("failed", text)
+            if not self._store.check(["failed"]):
+                self._store.set("failed", text)
         except RuntimeError:
             return  # without a store nobody can be told, and the error at hand is the one to raise
 
