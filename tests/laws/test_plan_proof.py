@@ -38,7 +38,7 @@ from shardweave.layout import (
     split,
     whole,
 )
-from shardweave.plan import Family, Plan, empty, plan, prove_plan, simulate
+from shardweave.plan import Family, Plan, empty, materialise, plan, prove_plan, simulate
 from shardweave.plan.plan import BOX_COLUMNS, MOVE_COLUMNS
 
 UP = Tensor("layers.{layer}.up", (22, 6), "float64", (("layer", whole(3)),))
@@ -324,3 +324,54 @@ def test_steps_are_seen_through() -> None:
             # One box for each pair of phases that meet, not one for each column.
             step = int(np.lcm(src.mesh.size, dst.mesh.size))
             assert len(family.count) == step
+
+
+def _steps_and_rest() -> tuple[Layout, Layout]:
+    """A tensor of nine whose every third element, from 1, lies in one buffer and the rest in another."""
+    tensor = Tensor("w", (9,), "float64")
+    third = Dim((Run("", 1, 3, 3),))
+    rest = Dim(Run("", start, count) for start, count in ((0, 1), (2, 2), (5, 2), (8, 1)))
+    seventh = Dim((Run("", 7, 1),))
+    src = Layout(
+        "parts",
+        Mesh(()),
+        (
+            BufferRule("third", (Part(tensor),), (third,)),
+            BufferRule("rest", (Part(tensor),), (rest,)),
+            BufferRule("copy", (Part(tensor, replica=True),), (seventh,)),
+        ),
+    )
+    return src, Layout("whole", Mesh(()), (BufferRule("w", (Part(tensor),), (whole(9),)),))
+
+
+def test_steps_of_several_buffers_meet_in_one() -> None:
+    """Boxes with steps and without, from different buffers, interleave in one buffer and do not overlap."""
+    src, dst = _steps_and_rest()
+    found = plan(src, dst)
+    values = {dst.tensors[0]: np.arange(9.0)}
+    result = simulate(found, materialise(src, values), into=empty(dst, np.float64, fill=np.nan))
+    assert np.array_equal(result[0]["w"], np.arange(9.0))
+
+
+def test_an_overlap_of_a_step_and_a_plain_box_of_another_buffer_is_seen() -> None:
+    """Element 7 comes with every third one, and once more on its own."""
+    src, dst = _steps_and_rest()
+    found = plan(src, dst)
+    one, seven = np.array([[1]]), np.array([[7]])
+    extra = Family(
+        dst.tensors[0],
+        2,
+        0,
+        count=one,
+        index=seven,
+        index_step=one,
+        src_at=one - 1,
+        src_step=one,
+        dst_at=seven,
+        dst_step=one,
+        box=np.array([0]),
+        src=np.array([0]),
+        dst=np.array([0]),
+    )
+    with pytest.raises(OverlapError, match=r"box \[7:8\]"):
+        prove_plan(replace(found, families=(*found.families, extra)))

@@ -217,25 +217,42 @@ def _check_side(family: Family, side: Side, part: Part, which: str) -> _Writes:
 
 def _check_disjoint(side: Side, targets: list[_Target]) -> None:
     """No two copies into one buffer of one rank have an element of a part in common."""
-    rows: list[tuple[_Target, _Writes, Ints]] = []
+    copies: list[_Copies] = []
     groups: list[Ints] = []
     boxes: list[tuple[Ints, Ints]] = []
     most = max((target.part.tensor.num_dims for target in targets), default=0)
     for t, target in enumerate(targets):
+        if not target.writes:
+            continue
         alike = all(_is_alike(side, target.number, writes) for writes in target.writes)
-        for writes in target.writes:
-            family = writes.family
-            # Where all ranks of each class get the same boxes, one rank stands for its class.
-            box, owner, move = (
-                (writes.box, writes.rank_class, writes.move)
-                if alike
-                else (family.box, family.dst - side.layout.mesh.offset, np.arange(len(family.box)))
+        # Where all ranks of each class get the same boxes, one rank stands for its class.
+        chosen = [
+            (writes.box, writes.rank_class, writes.move)
+            if alike
+            else (
+                writes.family.box,
+                writes.family.dst - side.layout.mesh.offset,
+                np.arange(len(writes.family.box)),
             )
-            row, low, high = _intervals(family.dst_at[box], family.dst_step[box], family.count[box])
-            groups.append(t * side.layout.mesh.size + owner[row])
-            boxes.append((low, high))
-            rows.append((target, writes, move[row]))
-    if not rows:
+            for writes in target.writes
+        ]
+        # Steps become plain intervals in one and the same change of variable for all that meet in a buffer.
+        at, step, count = (
+            np.concatenate(
+                [
+                    getattr(writes.family, name)[box]
+                    for writes, (box, _, _) in zip(target.writes, chosen, strict=True)
+                ]
+            )
+            for name in ("dst_at", "dst_step", "count")
+        )
+        row, low, high = _intervals(at, step, count)
+        family = np.repeat(np.arange(len(chosen)), [len(box) for box, _, _ in chosen])
+        owner, move = (np.concatenate([one[k] for one in chosen]) for k in (1, 2))
+        groups.append(t * side.layout.mesh.size + owner[row])
+        boxes.append((low, high))
+        copies.append(_Copies(target, family[row], move[row]))
+    if not copies:
         return
     # One question for the whole plan: boxes of fewer dims are a single place in those that they lack.
     group = np.concatenate(groups)
@@ -246,7 +263,16 @@ def _check_disjoint(side: Side, targets: list[_Target]) -> None:
         lows[start:end, : low.shape[1]], highs[start:end, : low.shape[1]] = low, high
     pair = find_overlap(group, lows, highs)
     if pair is not None:
-        _refuse_overlap(side, rows, *pair)
+        _refuse_overlap(side, copies, *pair)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """The plain boxes that are written to one target: the writes and the move that each is of."""
+
+    target: _Target
+    family: Ints
+    move: Ints
 
 
 def _is_alike(side: Side, number: int, writes: _Writes) -> bool:
@@ -259,13 +285,13 @@ def _is_alike(side: Side, number: int, writes: _Writes) -> bool:
     return len(tally(family.box * size + rank, len(family.count) * size)[0]) == len(family.box)
 
 
-def _refuse_overlap(side: Side, rows: list[tuple[_Target, _Writes, Ints]], *pair: int) -> NoReturn:
-    ends = np.cumsum([len(moves) for _, _, moves in rows])
+def _refuse_overlap(side: Side, boxes: list[_Copies], *pair: int) -> NoReturn:
+    ends = np.cumsum([len(one.move) for one in boxes])
     copies = []
     for i in pair:
         place = int(np.searchsorted(ends, i, "right"))
-        target, writes, moves = rows[place]
-        copies.append((target, writes.family, int(moves[i - int(ends[place])])))
+        one, row = boxes[place], i - int(ends[place])
+        copies.append((one.target, one.target.writes[int(one.family[row])].family, int(one.move[row])))
     target, family, move = copies[0]
     raise OverlapError(
         "an element of the destination is written once",
