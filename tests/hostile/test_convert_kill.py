@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -47,8 +48,12 @@ class Driver:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._orders: IO[str] = self._process.stdin
         self._answers: IO[str] = self._process.stdout
+        self._running = False
 
     def start(self, **order: Any) -> int:
+        if self._running:  # a test that failed has left one behind: its answer is not ours
+            self.end()
+        self._running = True
         self._orders.write(json.dumps(order) + "\n")
         self._orders.flush()
         return int(self._answers.readline())
@@ -59,6 +64,7 @@ class Driver:
         while lines[-1] not in ("done", "killed", "refused"):
             lines.append(self._answers.readline().strip())
             assert lines[-1], "the driver died"
+        self._running = False
         return lines[-2] if lines[-1] == "refused" else lines[-1]
 
     def close(self) -> None:
@@ -148,8 +154,10 @@ def test_killed_at_random_and_resumed_to_the_same_bytes(driver: Driver, name: st
     while kills < 30:
         pid = driver.start(**case.order, slow_s=0.003)
         time.sleep(chance.uniform(0, 0.25))
-        if alive(pid):
-            os.kill(pid, signal.SIGKILL)
+        # It may end between the question and the kill.
+        with contextlib.suppress(ProcessLookupError):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
         ended = driver.end()
         if ended == "killed":
             kills += 1
@@ -165,6 +173,7 @@ def test_killed_at_random_and_resumed_to_the_same_bytes(driver: Driver, name: st
     driver.start(**case.order)
     assert driver.end() == "done" and case.guard()
     assert files(case.dst) == case.expected
+    print(f"{resumed} of {kills} kills left work behind")
     assert resumed > 3
 
 
