@@ -9,7 +9,7 @@ form says.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -204,8 +204,3 @@ def _as_stored(layout: Layout, stored: Mapping[str, StoredTensor]) -> Layout:
     return replace(
         layout, rules=tuple(replace(rule, dtype=next(iter(dtypes[rule.name]))) for rule in layout.rules)
     )
-
-
-def objects(checkpoint: Checkpoint) -> Sequence[str]:
-    """Keys of opaque objects that the source holds beside tensors."""
-    return tuple(checkpoint.manifest.records.get("objects", {}))
