@@ -32,6 +32,7 @@ import numpy as np
 from shardweave.dialects import hf
 from shardweave.errors import GeometryError, MeshError, UnknownNameError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Sharded, Tensor, along, chunk, concat
+from shardweave.layout.buffer import table_of
 from shardweave.models.spec import Model
 
 # --- placements ---------------------------------------------------------------------------------
@@ -307,6 +308,54 @@ def of_dtensor(name: str, dtensor: Any, *, within: Mesh | None = None, made_by: 
         GeometryError: The placements do not say what ranks hold, or the local shape contradicts them.
         MeshError: The ranks of the mesh are not consecutive, or no part of ``within``.
     """
+    tensor = Tensor(name, tuple(dtensor.shape), str(dtensor.dtype).removeprefix("torch."))
+    rule = BufferRule(name, (Part(tensor),), tensor.dims)
+    world = _world(name, dtensor, within)
+    return Layout("dtensor", world, (_held(rule, name, dtensor, world, made_by),))
+
+
+def held(
+    rule: BufferRule, dtensor: Any, *, name: str = "", within: Mesh, made_by: str | None = None
+) -> BufferRule:
+    """What each rank holds of a buffer of whole arrays, one of which is a live DTensor; nothing is sent.
+
+    Law: for the rule of one tensor, it is the rule of ``of_dtensor``.
+
+    Args:
+        rule: The buffer, whole: one tensor, a family, or several tensors fused.
+        dtensor: One of its arrays.
+        name: The name of that array; that of the rule by default.
+        within: As for ``of_dtensor``.
+        made_by: As for ``of_dtensor``.
+
+    Raises:
+        GeometryError, MeshError: As ``of_dtensor``; or the array has another shape.
+    """
+    name = name or rule.name
+    assert rule.stacked is not None
+    shape = tuple(sum(len(dim) for dim in table_of(rule.dims[d])) for d in rule.stacked)
+    if tuple(dtensor.shape) != shape:
+        raise GeometryError(
+            "a DTensor has the shape of the array that it is",
+            where=f"tensor {name!r}",
+            equation=f"shape{tuple(dtensor.shape)} != shape{shape}",
+            hint="take the config of the model that is trained",
+        )
+    return _held(rule, name, dtensor, _world(name, dtensor, within), made_by)
+
+
+def _world(name: str, dtensor: Any, within: Mesh | None) -> Mesh:
+    axes, ranks = _device_mesh(dtensor)
+    return _own_mesh(name, axes, ranks) if within is None else _part_of(name, axes, ranks, within)
+
+
+def _device_mesh(dtensor: Any) -> tuple[tuple[str, ...], np.ndarray]:
+    device = dtensor.device_mesh
+    ranks = np.asarray(device.mesh.tolist(), dtype=np.int64)
+    return tuple(device.mesh_dim_names or (f"dim{i}" for i in range(ranks.ndim))), ranks
+
+
+def _held(rule: BufferRule, name: str, dtensor: Any, world: Mesh, made_by: str | None) -> BufferRule:
     if made_by not in (None, "fully_shard", "distribute_tensor"):
         raise GeometryError(
             "a DTensor is made by fully_shard or by distribute_tensor",
@@ -314,25 +363,22 @@ def of_dtensor(name: str, dtensor: Any, *, within: Mesh | None = None, made_by: 
             equation=f"made_by({made_by!r})",
             hint="leave it out where every dim divides",
         )
-    device = dtensor.device_mesh
-    ranks = np.asarray(device.mesh.tolist(), dtype=np.int64)
-    axes = tuple(device.mesh_dim_names or (f"dim{i}" for i in range(ranks.ndim)))
-    world = _own_mesh(name, axes, ranks) if within is None else _part_of(name, axes, ranks, within)
-    tensor = Tensor(name, tuple(dtensor.shape), str(dtensor.dtype).removeprefix("torch."))
-    rule = BufferRule(name, (Part(tensor),), tensor.dims)
-    steps = _steps(name, len(tensor.shape), world, dict(zip(axes, dtensor.placements, strict=True)))
+    assert rule.stacked is not None
+    axes, ranks = _device_mesh(dtensor)
+    placements = dict(zip(axes, dtensor.placements, strict=True))
+    steps = _steps(name, len(rule.stacked), world, placements)
     read, made = _cut(rule, world, steps), _cut(rule, world, _as_sharded(world, steps))
     if made_by is None and read != made:
         raise GeometryError(
             "the placements of a tensor say what its ranks hold",
             where=f"tensor {name!r}, mesh {world}",
-            equation=f"shape{tensor.shape} with placements({', '.join(map(str, dtensor.placements))}): "
-            "fully_shard and distribute_tensor give ranks other rows",
+            equation=f"shape{tuple(dtensor.shape)} with "
+            f"placements({', '.join(map(str, dtensor.placements))}): fully_shard and distribute_tensor give ranks other rows",
             hint="say which made it: made_by='fully_shard' or made_by='distribute_tensor'",
         )
     rule = made if made_by == "fully_shard" else read
-    _check_local(rule, world, ranks, dtensor)
-    return Layout("dtensor", world, (rule,))
+    _check_local(rule, name, world, ranks, dtensor)
+    return rule
 
 
 def _as_sharded(mesh: Mesh, steps: Sequence[_Step]) -> tuple[_Step, ...]:
@@ -383,7 +429,7 @@ def _part_of(name: str, axes: tuple[str, ...], ranks: np.ndarray, within: Mesh) 
     return within
 
 
-def _check_local(rule: BufferRule, world: Mesh, ranks: np.ndarray, dtensor: Any) -> None:
+def _check_local(rule: BufferRule, name: str, world: Mesh, ranks: np.ndarray, dtensor: Any) -> None:
     coordinate = dtensor.device_mesh.get_coordinate()
     if coordinate is None:  # this process is none of the mesh's ranks
         return
@@ -394,7 +440,7 @@ def _check_local(rule: BufferRule, world: Mesh, ranks: np.ndarray, dtensor: Any)
     if local != buffer.shape:
         raise GeometryError(
             "a rank holds what the placements of its tensor say",
-            where=f"tensor {rule.name!r}, rank {rank}",
+            where=f"tensor {name!r}, rank {rank}",
             equation=f"local shape{local} != {buffer.shape} of shape{tuple(dtensor.shape)} with "
             f"placements({', '.join(map(str, dtensor.placements))})",
             hint="give from_local() the global shape; a guess from one rank's shape is wrong for uneven cuts",

@@ -29,11 +29,12 @@ def match(candidates: Iterable[Layout], names: Iterable[str]) -> Layout:
     raise UnknownNameError(
         "the stored names are those of the model, all of them and no others",
         where=f"compared with the nearest form of {layout.name}",
-        equation=f"missing {_few(missing)}; unexpected {_few(unexpected)}",
+        equation=f"missing {few(missing)}; unexpected {few(unexpected)}",
         hint="take the config that belongs to the weights; save them without what is no weight of the model",
     )
 
 
-def _few(names: Iterable[str], most: int = 4) -> str:
+def few(names: Iterable[str], most: int = 4) -> str:
+    """How many names there are, and the first of them; for messages."""
     found: Sequence[str] = sorted(names)
     return f"{len(found)} ({', '.join(found[:most])}{', ...' if len(found) > most else ''})" if found else "0"
