@@ -39,6 +39,11 @@ def models(draw: st.DrawFn) -> Model:
     if family == "nemotron-nas":
         blocks = st.fixed_dictionaries({"attention": attention, "ffn": ffn})
         config["block_configs"] = draw(st.lists(blocks, min_size=num_layers, max_size=num_layers))
+    if family == "deepseek_v3":
+        config["first_k_dense_replace"] = draw(st.integers(0, 10))
+        config["num_nextn_predict_layers"] = draw(st.integers(0, 2))
+        config["q_lora_rank"] = draw(st.sampled_from([None, 20]))
+        config["n_shared_experts"] = draw(st.sampled_from([None, 1, 3]))
     if family == "qwen3_moe":
         config["decoder_sparse_step"] = draw(st.integers(1, 4))
         config["mlp_only_layers"] = draw(st.lists(st.integers(0, num_layers - 1), max_size=4))
@@ -50,18 +55,31 @@ def test_every_layout_is_proved_and_holds_the_model_once(model: Model, choices: 
     layout = hf.layout(model, **choices)
     prove(layout, model.tensors)
     stored = sum(buffer.numel for buffer in layout.buffers(0))
-    aliased = 53 * 30 if choices["with_aliases"] and model.aliases else 0
-    assert stored == model.numel + aliased
+    aliased = len(model.copies) + (choices["with_aliases"] and len(model.aliases))
+    assert stored == model.numel + aliased * 53 * 30
     assert set(layout.tensors) == set(model.tensors)
 
 
 @given(models())
 def test_each_layer_has_at_most_one_block_of_a_kind(model: Model) -> None:
-    for kinds in (("attention",), ("norms",), ("mlp", "moe")):
+    further = [n for block in model.of("mtp") for _, n in block.layers]
+    numbers = [*range(model.num_layers), *further]
+    for kinds in (("attention", "mla"), ("norms",), ("mlp", "moe")):
         layers = [n for kind in kinds for block in model.of(kind) for _, n in block.layers]
-        assert len(set(layers)) == len(layers) and set(layers) <= set(range(model.num_layers))
+        assert len(set(layers)) == len(layers) and set(layers) <= set(numbers)
         if model.family != "nemotron-nas":
-            assert len(layers) == model.num_layers
+            assert sorted(layers) == numbers
+
+
+@given(models())
+def test_a_decoder_is_the_model_without_layers_for_further_tokens(model: Model) -> None:
+    further = tuple(f"layers.{n}." for block in model.of("mtp") for _, n in block.layers)
+    names = [name for tensor in model.tensors for name in tensor.names()]
+    kept = [name for name in names if not any(part in name for part in further)]
+    assert [name for tensor in model.decoder.tensors for name in tensor.names()] == kept
+    assert model.decoder.decoder == model.decoder and not model.decoder.copies
+    found = hf.variant(kept, model)
+    assert set(found.tensors) == set(model.decoder.tensors)
 
 
 @given(models(), st.sampled_from(CHOICES))
@@ -70,7 +88,7 @@ def test_names_decide_the_variant(model: Model, choices: dict[str, bool]) -> Non
     found = hf.variant(names, model)
     assert set(found.arrays(0)) == names
     for less in sorted(names)[:: max(len(names) // 5, 1)]:
-        if less in model.aliases:
+        if less in model.aliases or less in model.copies:
             continue
         with pytest.raises(UnknownNameError, match=r"missing 1 .*unexpected 0"):
             hf.variant(names - {less}, model)

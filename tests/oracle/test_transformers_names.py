@@ -29,6 +29,12 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"num_experts": 0},
     ],
     "mixtral": [{}],
+    "deepseek_v3": [
+        {},
+        {"q_lora_rank": None, "num_nextn_predict_layers": 0},
+        {"attention_bias": True, "first_k_dense_replace": 0, "n_shared_experts": 1},
+        {"attention_bias": True, "q_lora_rank": None, "first_k_dense_replace": 4},
+    ],
 }
 CASES = [
     pytest.param(
@@ -76,11 +82,12 @@ def test_a_model_is_what_save_pretrained_writes(
     tiny: Any, tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     _, saved = save(tiny(family, **changes), tmp_path)
-    written = from_config(tmp_path)
+    # The layers for further tokens that a config may tell of are no part of what transformers builds.
+    written = from_config(tmp_path).decoder
     assert logical(written) == {name: array.shape for name, array in saved.items()}
     # The config as given and the config as transformers wrote it out describe one model.
-    assert from_config(tiny(family, **changes)) == written
-    assert hf.variant(saved, written) == hf.layout(written)
+    assert from_config(tiny(family, **changes)) == from_config(tmp_path)
+    assert hf.variant(saved, from_config(tmp_path)) == hf.layout(written)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
@@ -90,7 +97,7 @@ def test_a_layout_is_what_is_in_memory(tiny: Any, family: str, changes: dict[str
         for name, value in build(tiny(family, **changes), "meta").state_dict().items()
     }
     model = from_config(tiny(family, **changes))
-    layout = hf.layout(model, stacked_experts=True, with_aliases=True)
+    layout = hf.layout(model.decoder, stacked_experts=True, with_aliases=True)
     assert {name: buffer.shape for name, (buffer, _) in layout.arrays(0).items()} == held
     assert {b.name for b in hf.variant(held, model).buffers(0)} == {b.name for b in layout.buffers(0)}
 
@@ -118,13 +125,13 @@ def stored(layout: Layout, tensors: Mapping[str, np.ndarray]) -> dict[str, np.nd
     return arrays
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_experts_in_memory_hold_gate_rows_then_up_rows(
     tiny: Any, tmp_path: Path, family: str, tied: bool
 ) -> None:
     model, saved = save(tiny(family, tie_word_embeddings=tied), tmp_path)
-    layout = hf.layout(from_config(tmp_path), stacked_experts=True, with_aliases=tied)
+    layout = hf.layout(from_config(tmp_path).decoder, stacked_experts=True, with_aliases=tied)
     held = {name: value.numpy() for name, value in model.state_dict().items()}
     expected = stored(layout, saved)
     assert held.keys() == expected.keys()
@@ -141,6 +148,7 @@ def test_experts_in_memory_hold_gate_rows_then_up_rows(
         ("qwen3", ("head_dim", "attention_bias")),
         ("qwen3_moe", ("head_dim", "attention_bias", "decoder_sparse_step", "mlp_only_layers")),
         ("mixtral", ("head_dim",)),
+        ("deepseek_v3", ("num_key_value_heads", "attention_bias", "num_nextn_predict_layers")),
     ],
 )
 def test_absent_keys_mean_what_they_mean_to_transformers(
@@ -149,7 +157,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(
     # A head dim of an odd hidden_size / heads is refused by rotary embeddings: 36 / 6 is even.
     config = tiny(family, hidden_size=36, **dict.fromkeys(absent, ...))
     held = {name: tuple(value.shape) for name, value in build(config, "meta").state_dict().items()}
-    layout = hf.layout(from_config(config), stacked_experts=True)
+    layout = hf.layout(from_config(config).decoder, stacked_experts=True)
     assert {name: buffer.shape for name, (buffer, _) in layout.arrays(0).items()} == held
 
 

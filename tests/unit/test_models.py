@@ -294,7 +294,7 @@ def test_total_of_nemotron_super_49b() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": ...}, "model_type=None is not one of llama"),
-    ("llama", {"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not one of llama"),
+    ("llama", {"model_type": "deepseek_v1"}, "model_type='deepseek_v1' is not one of llama"),
     ("llama", {"model_type": ["llama"]}, "is not one of llama"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
     ("llama", {"attn_output_gate": True}, "attn_output_gate=True is not False"),

@@ -119,6 +119,8 @@ def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = Non
         layout = hf.variant(stored, model)
     else:
         layout = megatron.variant(stored, model, padded_vocab=_padded_vocab(stored))
+    if set(layout.tensors) == set(model.decoder.tensors):
+        model = model.decoder  # layers for further tokens that the config has and the weights have not
     return Checkpoint(manifest, model, _as_stored(layout, stored), values, left_out)
 
 

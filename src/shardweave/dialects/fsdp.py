@@ -181,13 +181,14 @@ def tensor_parallel(model: Model) -> dict[str, int]:
     them by columns (``RowwiseParallel``), the vocabulary by rows; norms and routers are whole.
 
     Raises:
-        GeometryError: The model has experts, for which there is no one plan.
+        GeometryError: The model has experts or latent attention, for which there is no one plan.
 
     Source: torch 2.13, ``distributed/tensor/parallel/style.py``.
     """
-    if any(True for _ in model.of("moe")):
+    unlike = [kind for kind in ("moe", "mla") if any(True for _ in model.of(kind))]
+    if unlike:
         raise GeometryError(
-            "a plan says how tensor parallelism cuts experts",
+            f"a plan says how tensor parallelism cuts {'experts' if 'moe' in unlike else 'latent attention'}",
             where=f"model of {model.family}",
             equation="plan(None)",
             hint="give plan={name: dim} as the training script shards them, or leave out tp",
@@ -215,7 +216,8 @@ def layout(
 ) -> Layout:
     """What each rank holds of a model under ``fully_shard``, under the Hugging Face names.
 
-    Every parameter is cut along its first dim into chunks, the last ones short or empty.
+    Every parameter is cut along its first dim into chunks, the last ones short or empty. Layers for further
+    tokens are left out, as transformers has none.
 
     Args:
         model: The model.
@@ -259,7 +261,7 @@ def layout(
             equation=f"plan({len(plan)} weights) without tp",
             hint="name the axis: tp='tp'",
         )
-    rules = hf.layout(model, stacked_experts=stacked_experts, with_aliases=with_aliases).rules
+    rules = hf.layout(model.decoder, stacked_experts=stacked_experts, with_aliases=with_aliases).rules
     cuts: Mapping[str, int] = {}
     if tp is not None:
         cuts = tensor_parallel(model) if plan is None else plan
@@ -373,7 +375,8 @@ def _held(rule: BufferRule, name: str, dtensor: Any, world: Mesh, made_by: str |
             "the placements of a tensor say what its ranks hold",
             where=f"tensor {name!r}, mesh {world}",
             equation=f"shape{tuple(dtensor.shape)} with "
-            f"placements({', '.join(map(str, dtensor.placements))}): fully_shard and distribute_tensor give ranks other rows",
+            f"placements({', '.join(map(str, dtensor.placements))}): "
+            "fully_shard and distribute_tensor give ranks other rows",
             hint="say which made it: made_by='fully_shard' or made_by='distribute_tensor'",
         )
     rule = made if made_by == "fully_shard" else read

@@ -1,8 +1,10 @@
 """Hugging Face: one rank, every tensor whole, under its own name.
 
-Three things vary. Experts are stored one by one, as files hold them, or stacked, as transformers 5
-holds them in memory. A tied head is stored once, or under both its names. The weights need not be
-the model's only tensors, and a file with names beyond it is refused, not filtered.
+Four things vary. Experts are stored one by one, as files hold them, or stacked, as transformers 5
+holds them in memory. A tied head is stored once, or under both its names. Layers for further tokens
+are there with their copies of the embedding and the head, as DeepSeek's files have them, without, or
+are left out, as transformers does. The weights need not be the model's only tensors, and a file with
+names beyond it is refused, not filtered.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, concat, wh
 from shardweave.models import Block, Model
 
 
-def layout(model: Model, *, stacked_experts: bool = False, with_aliases: bool = False) -> Layout:
-    """The model as Hugging Face files hold it, on one rank.
+def layout(
+    model: Model, *, stacked_experts: bool = False, with_aliases: bool = False, with_copies: bool = True
+) -> Layout:
+    """The model as Hugging Face files hold it, on one rank; of ``model.decoder`` as transformers holds it.
 
     Args:
         model: The model.
@@ -24,6 +28,7 @@ def layout(model: Model, *, stacked_experts: bool = False, with_aliases: bool = 
             rows then up rows, hidden) and ``down_proj`` (experts, hidden, ffn), as transformers 5 holds
             them in memory; its files hold each expert on its own.
         with_aliases: Whether tied tensors are stored under each of their names.
+        with_copies: Whether layers for further tokens have their copies of the embedding and the head.
 
     Law: ``prove(layout(model, ...))`` holds for every model and choice.
 
@@ -35,9 +40,10 @@ def layout(model: Model, *, stacked_experts: bool = False, with_aliases: bool = 
             rules += _stacked(block)
         else:
             rules += (_whole(tensor.name, tensor) for tensor in block.tensors.values())
-    if with_aliases:
+    again = {**(model.aliases if with_aliases else {}), **(model.copies if with_copies else {})}
+    if again:
         stored = {tensor.name: tensor for tensor in model.tensors}
-        rules += (_whole(name, stored[of], replica=True) for name, of in model.aliases.items())
+        rules += (_whole(name, stored[of], replica=True) for name, of in again.items())
     return Layout("hf", Mesh(()), tuple(rules))
 
 
@@ -58,10 +64,13 @@ def variant(keys: Iterable[str], model: Model) -> Layout:
 
 
 def _variants(model: Model) -> Iterator[Layout]:
-    stacked = (False, True) if any(True for _ in model.of("moe")) else (False,)
-    aliases = (False, True) if model.aliases else (False,)
-    for stacked_experts, with_aliases in product(stacked, aliases):
-        yield layout(model, stacked_experts=stacked_experts, with_aliases=with_aliases)
+    models = [model] if model.decoder is model else [model, model.decoder]
+    for one in models:
+        stacked = (False, True) if any(True for _ in one.of("moe")) else (False,)
+        aliases = (False, True) if one.aliases else (False,)
+        copies = (True, False) if one.copies else (False,)
+        for experts, with_aliases, with_copies in product(stacked, aliases, copies):
+            yield layout(one, stacked_experts=experts, with_aliases=with_aliases, with_copies=with_copies)
 
 
 def _whole(name: str, tensor: Tensor, *, replica: bool = False) -> BufferRule:
@@ -74,7 +83,9 @@ def _stacked(block: Block) -> Iterator[BufferRule]:
     module, _, _ = router.name.removesuffix(".gate.weight").rpartition(".")
     layers, experts, rows, columns = gate.dims
     stacked = (1, 2, 3)
-    yield _whole(f"{module}.mlp.gate.weight", router)
+    for tensor in block.tensors.values():
+        if tensor not in (gate, up, down):
+            yield _whole(f"{module}.mlp.gate.{tensor.name.rpartition('.gate.')[2]}", tensor)
     yield BufferRule(
         f"{module}.mlp.experts.gate_up_proj",
         (Part(gate, "gate"), Part(up, "up")),

@@ -7,7 +7,7 @@ their sizes; what a block consists of is said here once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardweave.layout import Dim, Run, Tensor, whole
@@ -112,6 +112,27 @@ def alike(values: Sequence[T]) -> Mapping[T, Dim]:
     return {value: Dim(Run("", layer, 1) for layer in layers) for value, layers in found.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: Q, K and V of all heads are made of short vectors.
+
+    Attributes:
+        num_heads: Heads, each with its own K and V.
+        q_rank: The size of the vector that queries are made of; 0 where they are made of the hidden state.
+        kv_rank: The size of the vector that K and V are made of.
+        nope_dim: The part of a head of Q and K without positions.
+        rope_dim: The part with positions; of K there is one for all heads.
+        v_head_dim: The size of a head of V.
+    """
+
+    num_heads: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_head_dim: int
+
+
 def embedding_block(stack: Stack, vocab_size: int) -> Block:
     """The token embedding."""
     sizes = {"vocab_size": vocab_size, "hidden_size": stack.hidden_size}
@@ -178,16 +199,74 @@ def attention_block(
     return Block("attention", layers, sizes, tensors)
 
 
-def mlp_block(stack: Stack, layers: Dim, ffn_size: int, *, bias: bool = False) -> Block:
+def latent_block(stack: Stack, layers: Dim, found: Latent, *, bias: bool = False) -> Block:
+    """Latent attention: down to short vectors, a norm of each, up to heads; no bias on the way up.
+
+    The rows of ``kv_a`` are the vector of K and V, then the part of K with positions. The rows of ``q_b``
+    are for each head its part without positions, then that with; of ``kv_b`` for each head K, then V.
+    """
+    hidden, heads = stack.hidden_size, found.num_heads
+    q_rows = heads * (found.nope_dim + found.rope_dim)
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {"q": ("q_proj", (q_rows, hidden))}
+    if found.q_rank:
+        shapes = {
+            "q_a": ("q_a_proj", (found.q_rank, hidden)),
+            "q_a_norm": ("q_a_layernorm", (found.q_rank,)),
+            "q_b": ("q_b_proj", (q_rows, found.q_rank)),
+        }
+    shapes |= {
+        "kv_a": ("kv_a_proj_with_mqa", (found.kv_rank + found.rope_dim, hidden)),
+        "kv_a_norm": ("kv_a_layernorm", (found.kv_rank,)),
+        "kv_b": ("kv_b_proj", (heads * (found.nope_dim + found.v_head_dim), found.kv_rank)),
+        "o": ("o_proj", (hidden, heads * found.v_head_dim)),
+    }
+    tensors = {
+        role: stack.each(layers, f"self_attn.{name}.weight", *shape) for role, (name, shape) in shapes.items()
+    }
+    for role in ("q_a", "kv_a", "o") if bias else ():
+        if role in shapes:
+            name, shape = shapes[role]
+            tensors[f"{role}_bias"] = stack.each(layers, f"self_attn.{name}.bias", shape[0])
+    sizes = {
+        "num_heads": heads,
+        "q_head_dim": found.nope_dim + found.rope_dim,
+        "kv_head_dim": found.nope_dim + found.v_head_dim,
+        "v_head_dim": found.v_head_dim,
+        "q_rank": found.q_rank,
+        "kv_rank": found.kv_rank,
+        "rope_dim": found.rope_dim,
+        "hidden_size": hidden,
+    }
+    return Block("mla", layers, sizes, tensors)
+
+
+def mtp_block(stack: Stack, layers: Dim) -> Block:
+    """What a layer that predicts a further token has beyond a layer of the decoder.
+
+    The columns of ``eh_proj`` meet the normed embedding, then the normed hidden state.
+    """
+    hidden = stack.hidden_size
+    tensors = {
+        "embed_norm": stack.each(layers, "enorm.weight", hidden),
+        "hidden_norm": stack.each(layers, "hnorm.weight", hidden),
+        "proj": stack.each(layers, "eh_proj.weight", hidden, 2 * hidden),
+        "norm": stack.each(layers, "shared_head.norm.weight", hidden),
+    }
+    return Block("mtp", layers, {"hidden_size": hidden}, tensors)
+
+
+def mlp_block(stack: Stack, layers: Dim, ffn_size: int, *, bias: bool = False, module: str = "mlp") -> Block:
     """A gated feed-forward, with all three biases or none."""
     shapes = {
         "gate": (ffn_size, stack.hidden_size),
         "up": (ffn_size, stack.hidden_size),
         "down": (stack.hidden_size, ffn_size),
     }
-    tensors = {role: stack.each(layers, f"mlp.{role}_proj.weight", *shape) for role, shape in shapes.items()}
+    tensors = {
+        role: stack.each(layers, f"{module}.{role}_proj.weight", *shape) for role, shape in shapes.items()
+    }
     for role, shape in shapes.items() if bias else ():
-        tensors[f"{role}_bias"] = stack.each(layers, f"mlp.{role}_proj.bias", shape[0])
+        tensors[f"{role}_bias"] = stack.each(layers, f"{module}.{role}_proj.bias", shape[0])
     return Block("mlp", layers, {"ffn_size": ffn_size, "hidden_size": stack.hidden_size}, tensors)
 
 
@@ -199,8 +278,20 @@ def moe_block(
     ffn_size: int,
     module: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router_bias: bool = False,
 ) -> Block:
-    """Routed gated experts; ``names`` are those of gate, up and down within an expert of ``module``."""
+    """Routed gated experts.
+
+    Args:
+        stack: The decoder.
+        layers: Its layers that have them.
+        num_experts: How many there are.
+        ffn_size: The feed-forward size of one.
+        module: What they are called together.
+        names: What gate, up and down are called within an expert.
+        router_bias: Whether the router corrects its scores by a bias for each expert, a float32 buffer that
+            no gradient reaches.
+    """
     gate, up, down = (f"{module}.experts.{{expert}}.{name}.weight" for name in names)
     tensors = {
         "router": stack.each(layers, f"{module}.gate.weight", num_experts, stack.hidden_size),
@@ -208,5 +299,14 @@ def moe_block(
         "up": stack.each_expert(layers, num_experts, up, ffn_size, stack.hidden_size),
         "down": stack.each_expert(layers, num_experts, down, stack.hidden_size, ffn_size),
     }
+    if router_bias:
+        bias = stack.each(layers, f"{module}.gate.e_score_correction_bias", num_experts)
+        tensors["router_bias"] = replace(bias, dtype="float32")
     sizes = {"num_experts": num_experts, "ffn_size": ffn_size, "hidden_size": stack.hidden_size}
     return Block("moe", layers, sizes, tensors)
+
+
+def shared_block(stack: Stack, layers: Dim, ffn_size: int, *, module: str) -> Block:
+    """The shared experts of sparse layers, which are one gated feed-forward."""
+    of = mlp_block(stack, layers, ffn_size, module=module)
+    return replace(of, kind="shared")

@@ -19,9 +19,10 @@ class Family:
         model_type: The value of ``model_type`` in its configs.
         architecture: The only architecture that has these tensors.
         layers: The blocks of its layers, from a config, the decoder, and all its layer numbers.
-        shapes: Keys that decide tensors, beyond those that do in every family.
+        shapes: Keys that decide tensors, beyond those that do in every family; neutral elsewhere or not.
         ignored: Keys that change no tensor, and why, beyond those of every family.
         neutral: Keys that are understood at these values only; they override those of every family.
+        copies: What files hold once more in each layer for a further token: name in the layer to block kind.
         tied: Whether head and embedding are one where the config does not say.
     """
 
@@ -32,8 +33,10 @@ class Family:
     ignored: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     tied: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keys(self) -> Keys:
         """All keys that are understood in a config of this family."""
-        return Keys(SHAPES | self.shapes, {**IGNORED, **self.ignored}, {**NEUTRAL, **self.neutral})
+        neutral = {key: values for key, values in NEUTRAL.items() if key not in self.shapes}
+        return Keys(SHAPES | self.shapes, {**IGNORED, **self.ignored}, {**neutral, **self.neutral})

@@ -8,14 +8,14 @@ from typing import Any
 
 from shardweave.errors import ModelError
 from shardweave.layout import whole
-from shardweave.models import llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe
+from shardweave.models import deepseek_v3, llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe
 from shardweave.models.blocks import HEAD, Stack, embedding_block, final_block, head_block
 from shardweave.models.config import Config, load
 from shardweave.models.spec import Model
 
 FAMILIES = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe)
+    for module in (llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe, deepseek_v3)
 }
 """Every family by its ``model_type``."""
 
@@ -72,7 +72,15 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
         *(() if tied else (head_block(stack, vocab_size),)),
     )
     aliases = {HEAD: embedding.tensors["embed"].name} if tied else {}
-    return Model(name, num_layers, stack.dtype, blocks, aliases)
+    once_more = {"embedding": embedding.tensors["embed"].name, "head": aliases.get(HEAD, HEAD)}
+    copies = {
+        f"{prefix}layers.{layer}.{copy}": once_more[kind]
+        for block in blocks
+        if block.kind == "mtp"
+        for _, layer in block.layers
+        for copy, kind in family.copies.items()
+    }
+    return Model(name, num_layers, stack.dtype, blocks, aliases, copies)
 
 
 def _dtype(config: Config, wanted: str) -> str:

@@ -7,7 +7,7 @@ that partitioning needs (heads, experts), and its tensors by role.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardweave.layout import Dim, Tensor
 
@@ -22,10 +22,15 @@ class Block:
     ``norms``      ``hidden_size``; ``input_norm``, ``post_attention_norm``
     ``attention``  ``num_heads, num_kv_heads, head_dim, hidden_size``; ``q k v o``, ``q_bias k_bias
                    v_bias o_bias``, ``q_norm k_norm``
+    ``mla``        latent attention, ``num_heads, q_head_dim, kv_head_dim, v_head_dim, q_rank, kv_rank,
+                   rope_dim, hidden_size``; ``q_a q_a_norm q_b`` or ``q``, ``kv_a kv_a_norm kv_b o``,
+                   ``q_a_bias kv_a_bias o_bias``
     ``mlp``        ``ffn_size, hidden_size``; ``gate up down``, ``gate_bias up_bias down_bias``
-    ``moe``        ``num_experts, ffn_size, hidden_size``; ``router``, and with the index dims layer and
-                   expert ``gate up down``
+    ``moe``        ``num_experts, ffn_size, hidden_size``; ``router``, ``router_bias`` (float32), and with
+                   the index dims layer and expert ``gate up down``
     ``shared``     the shared expert of a moe layer, ``ffn_size, hidden_size``; ``gate up down``, ``router``
+    ``mtp``        what a layer for a further token has beside a layer's blocks, ``hidden_size``;
+                   ``embed_norm hidden_norm proj norm``
     ``final``      ``hidden_size``; ``norm``
     ``head``       ``vocab_size, hidden_size``; ``head``; absent where the embedding is tied
 
@@ -49,11 +54,14 @@ class Model:
 
     Attributes:
         family: The family whose rules described it ("qwen3_moe").
-        num_layers: Number of decoder layers.
+        num_layers: Number of decoder layers. Layers with this number and further ones predict further tokens;
+            they have blocks of their own, and may be left out together.
         dtype: The dtype of its weights, by torch's name.
         blocks: Its tensors.
         aliases: Other names of tensors that are stored once: name to canonical name. A tied head is
             an alias of the embedding.
+        copies: Names under which files hold a tensor once more: name to canonical name. In DeepSeek's files
+            each layer for a further token has a copy of the embedding and of the head.
     """
 
     family: str
@@ -61,6 +69,7 @@ class Model:
     dtype: str
     blocks: tuple[Block, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, kind: str) -> Iterator[Block]:
         """The blocks of one kind, in order of their layers."""
@@ -75,6 +84,13 @@ class Model:
     def tied(self) -> bool:
         """Whether the output head is the embedding."""
         return not any(True for _ in self.of("head"))
+
+    @property
+    def decoder(self) -> Model:
+        """The model without its layers for further tokens; the same one where it has none."""
+        last = self.num_layers
+        kept = [block for block in self.blocks if all(run.start < last for run in block.layers.runs)]
+        return self if len(kept) == len(self.blocks) else replace(self, blocks=tuple(kept), copies={})
 
     @property
     def numel(self) -> int:
