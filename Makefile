@@ -6,9 +6,12 @@
 #   make lint    ruff and the layers          make bench   the benchmarks, minutes and GB
 #   make types   mypy                         make clean   removes .venv, caches and build output
 #
+#   make e2e-refit       a Megatron and an FSDP2 trainer into a real vLLM on this CPU, ten versions each (half an hour)
+#   make e2e-refit-tp8   64 query heads, 2 KV heads, TP8 into TP8: sixteen processes, 16 GB of memory
+#
 # Variables: PYTHON (the interpreter that makes .venv), TORCH_ARGS (extra arguments of `pip install torch`, for
 # example --index-url of the build for your machine), PYTEST_ARGS (for example "-k qkv -x"), BENCH_ARGS (for
-# example --tiny: small models, seconds).
+# example --tiny: small models, seconds), E2E_ARGS (for example "--versions 2").
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,6 +21,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+E2E_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -25,11 +29,16 @@ PIP := $(PY) -m pip install --quiet --quiet --disable-pip-version-check
 PINS := pyproject.toml constraints.txt
 PEERS := requirements/peers.txt requirements/peers-needs.txt
 
+# vLLM pins what the peers need otherwise, so it has an environment of its own.
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --quiet --disable-pip-version-check
+VLLM_PINS := requirements/vllm.txt requirements/vllm-needs.txt requirements/vllm-constraints.txt
+
 # deepspeed chooses its accelerator when it is built and again when it is imported.
 export DS_ACCELERATOR := cpu
 export DS_BUILD_OPS := 0
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench e2e-refit e2e-refit-tp8 clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +61,12 @@ types: $(VENV)/.full
 bench: $(VENV)/.full
 	for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS); done
 
+e2e-refit: $(VENV)/.full $(VLLM)/.done
+	$(PY) tests/e2e/run.py $(E2E_ARGS)
+
+e2e-refit-tp8: $(VENV)/.full $(VLLM)/.done
+	$(PY) tests/e2e/run.py --case qwen3-tp8 $(E2E_ARGS)
+
 # torch goes in first, alone: anything else that depends on it could choose another build.
 $(VENV)/.base: $(PINS)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -65,6 +80,13 @@ $(VENV)/.full: $(VENV)/.base $(PEERS)
 	$(PIP) --no-deps --no-build-isolation --use-pep517 -r requirements/peers.txt
 	touch $@
 
+$(VLLM)/.done: pyproject.toml constraints.txt $(VLLM_PINS)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+	$(VLLM_PIP) -c requirements/vllm-constraints.txt -r requirements/vllm-needs.txt -e .
+	$(VLLM_PIP) --no-deps -r requirements/vllm.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
