@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,35 @@ class Transform:
 
 
 IDENTITY = Transform()
+
+Operation = tuple[str, float]
+"""What is done to values: ``add``, ``multiply`` or ``divide`` with a number; ``neg_exp``; ``log_neg``."""
+
+_DO = {"scale": "multiply", "shift": "add", "neg_exp": "neg_exp"}
+_UNDO = {"scale": "divide", "shift": "add", "neg_exp": "log_neg"}
+
+
+def change(src: Transform, dst: Transform) -> tuple[Operation, ...]:
+    """What makes the values that ``dst`` stores of those that ``src`` stores, first to last.
+
+    Two operations become one only where the one has a constant that is exact.
+
+    Laws:
+        ``change(t, t) == ()``.
+        Carried out, it is ``dst.apply(src.undo(stored))`` but for rounding.
+
+    >>> change(Transform("shift", -1.0), IDENTITY), change(Transform("scale", 0.5), Transform("scale", 0.125))
+    ((('add', 1.0),), (('multiply', 0.25),))
+    """
+    if src == dst:
+        return ()
+    a, b = src.constant, dst.constant
+    if src.kind == dst.kind == "shift" and Fraction(b) - Fraction(a) == Fraction(b - a):
+        return (("add", b - a),)
+    if src.kind == dst.kind == "scale":
+        if math.isfinite(b / a) and Fraction(b) / Fraction(a) == Fraction(b / a):
+            return (("multiply", b / a),)
+        if math.isfinite(a / b) and Fraction(a) / Fraction(b) == Fraction(a / b):
+            return (("divide", a / b),)
+    undo = [(_UNDO[src.kind], -a if src.kind == "shift" else a)] if src != IDENTITY else []
+    return (*undo, *([(_DO[dst.kind], b)] if dst != IDENTITY else []))
