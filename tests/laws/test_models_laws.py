@@ -33,7 +33,8 @@ ffn = st.sampled_from(
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     family = draw(st.sampled_from(sorted(FAMILIES)))
-    config: dict[str, Any] = TINY[family] | {"tie_word_embeddings": draw(st.booleans())}
+    tied = family != "nemotron_h" and draw(st.booleans())
+    config: dict[str, Any] = TINY[family] | {"tie_word_embeddings": tied}
     num_layers = draw(st.integers(1, 9))
     config["num_hidden_layers"] = num_layers
     if family == "nemotron-nas":
@@ -44,7 +45,14 @@ def models(draw: st.DrawFn) -> Model:
         config["num_nextn_predict_layers"] = draw(st.integers(0, 2))
         config["q_lora_rank"] = draw(st.sampled_from([None, 20]))
         config["n_shared_experts"] = draw(st.sampled_from([None, 1, 3]))
-    if family == "qwen3_moe":
+    if family in ("qwen3_5_text", "qwen3_5_moe_text"):
+        kinds = st.sampled_from(["linear_attention", "full_attention"])
+        config["layer_types"] = draw(st.lists(kinds, min_size=num_layers, max_size=num_layers))
+    if family == "nemotron_h":
+        config["hybrid_override_pattern"] = draw(st.text("M*-", min_size=num_layers, max_size=num_layers))
+    if family == "qwen3_next":
+        config["full_attention_interval"] = draw(st.integers(1, 4))
+    if family in ("qwen3_moe", "qwen3_next"):
         config["decoder_sparse_step"] = draw(st.integers(1, 4))
         config["mlp_only_layers"] = draw(st.lists(st.integers(0, num_layers - 1), max_size=4))
     return from_config(config)
@@ -64,11 +72,15 @@ def test_every_layout_is_proved_and_holds_the_model_once(model: Model, choices: 
 def test_each_layer_has_at_most_one_block_of_a_kind(model: Model) -> None:
     further = [n for block in model.of("mtp") for _, n in block.layers]
     numbers = [*range(model.num_layers), *further]
-    for kinds in (("attention", "mla"), ("norms",), ("mlp", "moe")):
+    mixers = ("attention", "gated_attention", "mla", "delta", "mamba")
+    for kinds in (mixers, ("norms",), ("mlp", "moe", "plain_mlp")):
         layers = [n for kind in kinds for block in model.of(kind) for _, n in block.layers]
         assert len(set(layers)) == len(layers) and set(layers) <= set(numbers)
-        if model.family != "nemotron-nas":
+        if model.family not in ("nemotron-nas", "nemotron_h", "mamba2"):
             assert sorted(layers) == numbers
+    if model.family in ("nemotron_h", "mamba2"):
+        layers = [n for kind in (*mixers, "plain_mlp") for block in model.of(kind) for _, n in block.layers]
+        assert sorted(layers) == numbers
 
 
 @given(models())

@@ -133,21 +133,19 @@ class Latent:
     v_head_dim: int
 
 
-def embedding_block(stack: Stack, vocab_size: int) -> Block:
+def embedding_block(stack: Stack, vocab_size: int, *, name: str = "embed_tokens.weight") -> Block:
     """The token embedding."""
     sizes = {"vocab_size": vocab_size, "hidden_size": stack.hidden_size}
-    return Block(
-        "embedding", Dim(), sizes, {"embed": stack.once("embed_tokens.weight", vocab_size, stack.hidden_size)}
-    )
+    return Block("embedding", Dim(), sizes, {"embed": stack.once(name, vocab_size, stack.hidden_size)})
 
 
-def final_block(stack: Stack) -> Block:
+def final_block(stack: Stack, *, name: str = "norm.weight") -> Block:
     """The norm after the last layer."""
     return Block(
         "final",
         Dim(),
         {"hidden_size": stack.hidden_size},
-        {"norm": stack.once("norm.weight", stack.hidden_size)},
+        {"norm": stack.once(name, stack.hidden_size)},
     )
 
 

@@ -24,6 +24,10 @@ class Family:
         neutral: Keys that are understood at these values only; they override those of every family.
         copies: What files hold once more in each layer for a further token: name in the layer to block kind.
         tied: Whether head and embedding are one where the config does not say.
+        num_layers: The number of decoder layers, from a config.
+        prefix: What the decoder's names start with in files.
+        embedding: What follows in the name of the embedding.
+        final: What follows in the name of the norm after the last layer.
     """
 
     model_type: str
@@ -34,6 +38,10 @@ class Family:
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     tied: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
+    num_layers: Callable[[Config], int] = lambda config: config.size("num_hidden_layers")
+    prefix: str = "model."
+    embedding: str = "embed_tokens.weight"
+    final: str = "norm.weight"
 
     @property
     def keys(self) -> Keys:

@@ -8,21 +8,47 @@ from typing import Any
 
 from shardweave.errors import ModelError
 from shardweave.layout import whole
-from shardweave.models import deepseek_v3, llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe
+from shardweave.models import (
+    deepseek_v3,
+    llama,
+    mamba2,
+    mistral,
+    mixtral,
+    nemotron_h,
+    nemotron_nas,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
 from shardweave.models.blocks import HEAD, Stack, embedding_block, final_block, head_block
 from shardweave.models.config import Config, load
 from shardweave.models.spec import Model
 
 FAMILIES = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, mixtral, nemotron_nas, qwen2, qwen3, qwen3_moe, deepseek_v3)
+    family.model_type: family
+    for family in (
+        llama.FAMILY,
+        mistral.FAMILY,
+        mixtral.FAMILY,
+        nemotron_nas.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        qwen3_moe.FAMILY,
+        deepseek_v3.FAMILY,
+        qwen3_next.FAMILY,
+        qwen3_next.DENSE,
+        qwen3_next.SPARSE,
+        nemotron_h.FAMILY,
+        mamba2.FAMILY,
+    )
 }
 """Every family by its ``model_type``."""
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: str = "model.") -> Model:
+def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: str | None = None) -> Model:
     """The logical tensors of the model that a Hugging Face config describes.
 
     Configs of transformers 4 and 5 are read alike (``torch_dtype`` and ``dtype``, ``rope_scaling`` and
@@ -31,7 +57,8 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
     Args:
         config: The config, its file, or the folder with its ``config.json``.
         dtype: The dtype of the weights, where the config does not say or something else is wanted.
-        prefix: What the decoder's names start with; a vision-language model nests them deeper.
+        prefix: What the decoder's names start with, where it is not what files of the family have; a
+            vision-language model nests them deeper.
 
     Raises:
         ModelError: The family is unknown, a key is not understood, or sizes contradict each other.
@@ -60,15 +87,16 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
             f"architectures={read.get('architectures')} != [{family.architecture!r}]",
             "other heads and bare backbones have other tensors; convert the language model",
         )
+    prefix = family.prefix if prefix is None else prefix
     stack = Stack(prefix, read.size("hidden_size"), _dtype(read, dtype))
     vocab_size = read.size("vocab_size")
-    num_layers = read.size("num_hidden_layers")
+    num_layers = family.num_layers(read)
     tied = read.flag("tie_word_embeddings", missing=family.tied)
-    embedding = embedding_block(stack, vocab_size)
+    embedding = embedding_block(stack, vocab_size, name=family.embedding)
     blocks = (
         embedding,
         *family.layers(read, stack, whole(num_layers)),
-        final_block(stack),
+        final_block(stack, name=family.final),
         *(() if tied else (head_block(stack, vocab_size),)),
     )
     aliases = {HEAD: embedding.tensors["embed"].name} if tied else {}

@@ -25,7 +25,13 @@ class Block:
     ``mla``        latent attention, ``num_heads, q_head_dim, kv_head_dim, v_head_dim, q_rank, kv_rank,
                    rope_dim, hidden_size``; ``q_a q_a_norm q_b`` or ``q``, ``kv_a kv_a_norm kv_b o``,
                    ``q_a_bias kv_a_bias o_bias``
+    ``gated_attention``  as ``attention``; ``q`` has for each head the query's rows, then those of a gate
+    ``delta``      a gated delta net, ``num_k_heads, num_v_heads, k_head_dim, v_head_dim, kernel_size,
+                   hidden_size``; ``qkvz ba`` or ``qkv z b a``, ``conv a_log dt_bias norm out``
+    ``mamba``      a Mamba2 mixer, ``num_heads, head_dim, num_groups, state_size, kernel_size, hidden_size``;
+                   ``in conv a_log d dt_bias norm out``, ``in_bias out_bias``, ``conv_bias``
     ``mlp``        ``ffn_size, hidden_size``; ``gate up down``, ``gate_bias up_bias down_bias``
+    ``plain_mlp``  ``ffn_size, hidden_size``; ``up down``, ``up_bias down_bias``
     ``moe``        ``num_experts, ffn_size, hidden_size``; ``router``, ``router_bias`` (float32), and with
                    the index dims layer and expert ``gate up down``
     ``shared``     the shared expert of a moe layer, ``ffn_size, hidden_size``; ``gate up down``, ``router``
