@@ -1,0 +1,340 @@
+"""What a twin has derived, put into the live model at once.
+
+Two ways. Where the addresses of what is served may change, objects and memory are exchanged: the live
+model gets what the twin derived, the twin gets memory to stage the next version in. Where addresses have to
+stay, because compiled or captured code holds them, values are copied into the memory that is served. Either
+way everything that can fail is decided by ``prepare``, before anything is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardweave.errors import ModelError
+from shardweave.refit.engines.pairs import (
+    ABSENT,
+    CLOSED,
+    VALUES,
+    Kept,
+    Pairs,
+    bits_of,
+    children,
+    contents_of,
+    joined,
+    same_bits,
+    same_memory,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two models are not alike, and how."""
+
+    path: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """One entry of a dict, or all of a list or set, of the live model."""
+
+    path: str
+    contents: Any
+    key: Any
+    value: Any
+
+    def do(self) -> Any:
+        """Make the entry what it shall be; returns what it was."""
+        contents = self.contents
+        if isinstance(contents, dict):
+            before = contents.get(self.key, ABSENT)
+            if self.value is ABSENT:
+                contents.pop(self.key, None)
+            else:
+                contents[self.key] = self.value
+            return before
+        before = contents.copy()
+        contents.clear()
+        (contents.extend if isinstance(contents, list) else contents.update)(self.value)
+        return before
+
+    def undo(self, before: Any) -> None:
+        """Make it what it was."""
+        _Put(self.path, self.contents, self.key, before).do()
+
+    def holds(self) -> bool:
+        """Whether it still is what it was made."""
+        if isinstance(self.contents, dict):
+            return self.contents.get(self.key, ABSENT) is self.value
+        return list(self.contents) == list(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A tensor object of the live model, given other memory."""
+
+    path: str
+    live: torch.Tensor
+    memory: torch.Tensor
+
+    def do(self) -> Any:
+        """Give it the memory; returns what it had."""
+        before = self.live.detach()
+        self.live.data = self.memory
+        return before
+
+    def undo(self, before: Any) -> None:
+        """Give it back what it had."""
+        self.live.data = before
+
+    def holds(self) -> bool:
+        """Whether it still has the memory."""
+        return same_memory(self.live.detach(), self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A tensor of the live model whose memory stays where it is."""
+
+    path: str
+    live: torch.Tensor
+    values: torch.Tensor
+    address: int
+
+    def do(self) -> Any:
+        """Copy the values."""
+        self.live.detach().copy_(self.values)
+
+    def undo(self, before: Any) -> None:
+        """Values that were overwritten are gone; ``prepare`` has seen to it that no copy fails."""
+
+    def holds(self) -> bool:
+        """Whether the tensor is still where it was."""
+        return self.live.data_ptr() == self.address
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What has to be done so that the live model is what its twin is by now."""
+
+    steps: list[_Put | _Point | _Copy]
+    memory: list[tuple[Kept, torch.Tensor]] = field(default_factory=list)
+
+    def commit(self) -> None:
+        """Do it: assignments and pointers, or copies. What is served before and after is whole."""
+        done: list[tuple[_Put | _Point | _Copy, Any]] = []
+        try:
+            for step in self.steps:
+                done.append((step, step.do()))
+        except BaseException:
+            for step, before in reversed(done):
+                step.undo(before)
+            raise
+        for kept, memory in self.memory:
+            kept.memory = memory
+
+    def broken(self) -> str:
+        """The first place that is not what ``commit`` made it, or nothing."""
+        return next((step.path for step in self.steps if not step.holds()), "")
+
+
+def prepare(pairs: Pairs, *, stay: bool = False) -> Exchange:
+    """What has to be done so that the live model is what the twin is by now. Touches nothing of either.
+
+    Objects that were made since the twin's beginning become the live model's, so the twin is to be ``reset``
+    before it is used again, whether or not the exchange is committed.
+
+    Args:
+        pairs: The two models, the twin derived.
+        stay: Addresses of what is served stay; values are copied.
+
+    Raises:
+        ModelError: The live model is not built like the derived twin, or something that was derived cannot be
+            copied into its place.
+    """
+    if stay:
+        return Exchange(_copies(pairs))
+    _check_strangers(pairs)
+    steps: list[_Put | _Point | _Copy] = []
+    seen: dict[int, Any] = {}
+    given: set[int] = set()  # memory that becomes the live model's
+    spare: list[torch.Tensor] = []  # memory that it no longer needs
+    for node, key, value in pairs.changes():
+        path = node.path if key is None else joined(node.path, key)
+        if key is None:
+            new = type(value)(pairs.rebound(child, seen, path=path) for child in value)
+        else:
+            new = value if value is ABSENT else pairs.rebound(value, seen, path=path)
+            old = node.live.get(key)
+            if isinstance(old, torch.Tensor):
+                spare.append(old.detach())
+        steps.append(_Put(path, node.live, key, new))
+    for value in seen.values():
+        if isinstance(value, torch.Tensor):
+            given.add(value.untyped_storage().data_ptr())
+    for kept in pairs.kept:
+        if kept.values is not None and not kept.changed():
+            continue
+        if kept.place is None:  # what holds it is among the changes, or gone
+            continue
+        live, now = _counterpart(kept), kept.twin.detach()
+        spare.append(live.detach())
+        steps.append(_Point(kept.path, live, now))
+        given.add(now.untyped_storage().data_ptr())
+    memory = [
+        (kept, _other_memory(kept.memory, spare))
+        for kept in pairs.kept
+        if kept.memory.numel() and kept.memory.untyped_storage().data_ptr() in given
+    ]
+    return Exchange(steps, memory)
+
+
+def _check_strangers(pairs: Pairs) -> None:
+    """The live model has no tensor of its own, which could have been made of weights after it was loaded."""
+    for node in pairs.nodes:
+        for key, value in node.live.items() if isinstance(node.live, dict) else ():
+            ours = key in pairs.ours or isinstance(node.twin.get(key), torch.Tensor)
+            if isinstance(value, torch.Tensor) and not ours:
+                raise ModelError(
+                    "the served model holds what was derived when it was loaded",
+                    where=f"{joined(node.path, key)!r}",
+                    equation="only the served model has this tensor",
+                    hint="it was made while the engine ran; made of weights, it would be out of date",
+                )
+
+
+def _counterpart(kept: Kept) -> torch.Tensor:
+    live, now = kept.live, kept.twin
+    found = _form(live) if isinstance(live, torch.Tensor) else type(live).__name__
+    if found != _form(now):
+        raise ModelError(
+            "the served model was derived as its twin is",
+            where=f"{kept.path!r}",
+            equation=f"served: {found} != derived: {_form(now)}",
+            hint="the served model was changed after it was loaded, or derives differently by values",
+        )
+    assert isinstance(live, torch.Tensor)
+    return live
+
+
+def _form(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{type(tensor).__name__}{list(tensor.shape)} {dtype} strides{list(tensor.stride())}"
+
+
+def _other_memory(memory: torch.Tensor, spare: list[torch.Tensor]) -> torch.Tensor:
+    """Memory like the given one: what the live model no longer needs where it fits, as it is warm."""
+    for i, old in enumerate(spare):
+        fits = (
+            old.untyped_storage().nbytes() == memory.untyped_storage().nbytes() and old.dtype == memory.dtype
+        )
+        if fits and old.device == memory.device and not old.storage_offset() and not memory.storage_offset():
+            del spare[i]
+            return old.as_strided(memory.shape, memory.stride())
+    return torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype, device=memory.device)
+
+
+# --- in step ------------------------------------------------------------------------------------
+
+
+def same_form(path: str, live: torch.Tensor, twin: torch.Tensor) -> str:
+    """Why two tensors are not of one form: class, shape, dtype and strides."""
+    return "" if _form(live) == _form(twin) else f"{_form(live)} != {_form(twin)}"
+
+
+def same_values(path: str, live: torch.Tensor, twin: torch.Tensor) -> str:
+    """Why two tensors are not the same bit by bit."""
+    if said := same_form(path, live, twin):
+        return said
+    if same_bits(live, twin):
+        return ""
+    return f"{int((bits_of(live) != bits_of(twin)).sum())} of {live.numel()} elements differ"
+
+
+def differences(
+    live: Any,
+    twin: Any,
+    *,
+    compare: Callable[[str, torch.Tensor, torch.Tensor], str] = same_form,
+    ours: Collection[str] = (),
+    opaque: Collection[str] = (),
+) -> Iterator[Difference]:
+    """Where two models are not alike, walked in step.
+
+    A plain value that only the first model has is no difference: engines note things while they run.
+
+    Args:
+        live: One.
+        twin: The other one.
+        compare: Says of two tensors at one place why they are not alike, or nothing.
+        ours: Names of attributes that each model has for itself.
+        opaque: Names of classes whose objects say nothing about what they hold; passed over.
+    """
+    seen: set[tuple[int, int]] = set()
+    stack: list[tuple[str, Any, Any]] = [
+        (name, module, dict(twin.named_modules()).get(name)) for name, module in live.named_modules()
+    ][::-1]
+    while stack:
+        path, one, two = stack.pop()
+        if one is two or (id(one), id(two)) in seen:
+            continue
+        seen.add((id(one), id(two)))
+        if type(one) is not type(two):
+            yield Difference(path, f"{type(one).__name__} != {type(two).__name__}")
+        elif isinstance(one, torch.Tensor):
+            if said := compare(path, one, two):
+                yield Difference(path, said)
+        elif type(one).__name__ not in opaque:
+            if said := _unlike(one, two):
+                yield Difference(path, said)
+                continue
+            mine, other = dict(children(one)), dict(children(two))
+            for name in (name for name in (*mine, *other) if (name in mine) != (name in other)):
+                if name not in ours and not (name in mine and isinstance(mine[name], VALUES)):
+                    yield Difference(
+                        joined(path, name), f"only the {'served' if name in mine else 'second'} model has it"
+                    )
+            stack.extend(
+                (joined(path, name), mine[name], other[name])
+                for name in mine
+                if name in other and name not in ours
+            )
+
+
+def _unlike(one: Any, two: Any) -> str:
+    """Why two things of one class that are no tensors are not alike, as far as themselves say."""
+    if isinstance(one, types.FunctionType):
+        return "" if one.__code__ is two.__code__ else f"{one.__qualname__} != {two.__qualname__}"
+    if isinstance(one, (dict, list, tuple, types.MethodType, functools.partial)):
+        return ""
+    if isinstance(one, (*VALUES, *CLOSED, set)) or contents_of(one) is None:
+        alike = one == two or (one != one and two != two)
+        return "" if alike else f"{one!r} != {two!r}"
+    return ""
+
+
+def _copies(pairs: Pairs) -> list[_Put | _Point | _Copy]:
+    found: list[_Put | _Point | _Copy] = []
+
+    def copy(path: str, live: torch.Tensor, twin: torch.Tensor) -> str:
+        if not (said := same_form(path, live, twin)) and live.numel():
+            found.append(_Copy(path, live, twin.detach(), live.data_ptr()))
+        return said
+
+    for difference in differences(pairs.live, pairs.twin, compare=copy, ours=pairs.ours):
+        raise ModelError(
+            "what is derived can be copied into what is served, where addresses have to stay",
+            where=f"{difference.path!r}",
+            equation=difference.what,
+            hint="start the engine with enforce_eager=True, so that nothing holds addresses",
+        )
+    return found
