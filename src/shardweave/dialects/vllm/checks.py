@@ -8,18 +8,31 @@ from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Mesh, Tensor
 from shardweave.models import Block, Model
 
-# Whether every pipeline stage of a model holds the embedding, the last norm and the head, or only
-# the first and the last stage do. vLLM decides it in each model class.
-ENDS_EVERYWHERE: Mapping[str, bool] = {
-    "llama": False,
-    "mistral": False,
-    "nemotron-nas": False,
-    "qwen2": False,
-    "qwen3": False,
-    "mixtral": True,
-    "qwen2_moe": True,
-    "qwen3_moe": True,
+# The ends of a model that every pipeline stage of it holds, the others being on the first and the last stage
+# only: embedding, last norm, head. vLLM decides it in each model class.
+ENDS_EVERYWHERE: Mapping[str, str] = {
+    "llama": "",
+    "mistral": "",
+    "nemotron-nas": "",
+    "qwen2": "",
+    "qwen3": "",
+    "mixtral": "embedding final head",
+    "nemotron_h": "embedding final head",
+    "qwen2_moe": "embedding final head",
+    "qwen3_5_moe_text": "embedding",
+    "qwen3_5_text": "embedding",
+    "qwen3_moe": "embedding final head",
+    "qwen3_next": "embedding head",
 }
+
+# What model classes call otherwise than the files: a part of a name, and what they call it.
+NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "mamba2": ((".A_log", ".A"),),
+    "nemotron_h": (("backbone.", "model."), ("embeddings.", "embed_tokens."), (".A_log", ".A")),
+}
+
+# Model classes that build a head of its own whatever the config says, and fill it with nothing if it is tied.
+_NEVER_TIED = frozenset({"qwen3_next"})
 
 # Model classes that build o_proj without a bias and drop the one of a checkpoint without a word.
 _NO_O_BIAS = frozenset({"qwen3", "qwen3_moe"})
@@ -55,6 +68,13 @@ def check_model(model: Model, mesh: Mesh) -> None:
                 "and vLLM's class divides",
                 hint="vLLM loads a part of each head without a word; serve such a model elsewhere",
             )
+    if model.tied and model.family in _NEVER_TIED:
+        raise ModelError(
+            "vLLM ties the head of a model that has none of its own",
+            where=f"family {model.family!r}",
+            equation="tie_word_embeddings(True), and vLLM's class builds a head that no tensor fills",
+            hint="vLLM serves such a model with a head of random values; serve it elsewhere",
+        )
     vocab = {block.sizes["vocab_size"] for kind in ("embedding", "head") for block in model.of(kind)}
     if len(vocab) > 1:
         raise GeometryError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from shardweave.dialects.vllm.checks import ENDS_EVERYWHERE, check_model, check_roles, check_shape
+from shardweave.dialects.vllm import gdn, mamba
+from shardweave.dialects.vllm.checks import ENDS_EVERYWHERE, NAMES, check_model, check_roles, check_shape
 from shardweave.dialects.vllm.rules import (
     VOCAB_MULTIPLE,
     check_divides,
@@ -16,6 +16,7 @@ from shardweave.dialects.vllm.rules import (
     stages,
     vocabulary,
 )
+from shardweave.dialects.vllm.world import Where, World, held_whole, renamed
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import (
     BufferRule,
@@ -25,7 +26,6 @@ from shardweave.layout import (
     Part,
     Sharded,
     Tensor,
-    along,
     concat,
     even,
     pad,
@@ -34,8 +34,6 @@ from shardweave.layout import (
     whole,
 )
 from shardweave.models import Block, Model
-
-Where = tuple[tuple[str, tuple[int, ...]], ...]
 
 # The names of a fused buffer and of the first tensor in it.
 _QKV = (".q_proj.", ".qkv_proj.")
@@ -48,61 +46,6 @@ _W2 = (
     (".experts.{expert}.down_proj.weight", ".experts.routed_experts.w2_weight"),
     (".experts.{expert}.w2.weight", ".experts.routed_experts.w2_weight"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _World:
-    """The deployment that the rules of all blocks read."""
-
-    mesh: Mesh
-    layers: tuple[range, ...]
-    ends_everywhere: bool
-    tied: bool
-    expert_parallel: bool
-    placement: str
-    redundant: int
-    vocab_multiple: int
-    expert_multiple: int
-    dtype: str
-
-    @property
-    def tp(self) -> int:
-        return self.mesh.axis_size("tp")
-
-    @property
-    def moe(self) -> int:
-        """The ranks of a stage, over which experts are spread."""
-        return self.tp * self.mesh.axis_size("dp")
-
-    def index(self, block: Block) -> Sharded:
-        """The layers of a block on each stage."""
-        numbers = [number for _, number in block.layers]
-        return along(
-            self.mesh,
-            "pp",
-            lambda p: take(block.layers, [i for i, n in enumerate(numbers) if n in self.layers[p]]),
-        )
-
-    def over_tp(self, rule: Callable[[int], Dim]) -> Sharded:
-        return along(self.mesh, "tp", rule)
-
-    def over_moe(self, rule: Callable[[int], Dim]) -> Sharded:
-        return along(self.mesh, ("tp", "dp"), lambda t, d: rule(d * self.tp + t))
-
-    def only(self, *stages: int) -> Where:
-        """The pipeline stages that hold an end of the model."""
-        pp = self.mesh.axis_size("pp")
-        return () if self.ends_everywhere or pp == 1 else (("pp", tuple(sorted({s % pp for s in stages}))),)
-
-    def rule(
-        self,
-        name: str,
-        parts: Sequence[Part],
-        *dims: Dim | Sharded,
-        stacked: tuple[int, ...] | None = None,
-        where: Where = (),
-    ) -> BufferRule:
-        return BufferRule(name, tuple(parts), dims, stacked=stacked, where=where, dtype=self.dtype)
 
 
 def layout(
@@ -144,10 +87,11 @@ def layout(
             f"placement({placement!r})",
             hint="pass expert_parallel=True, or leave the others out",
         )
-    world = _World(
+    world = World(
         mesh,
         layers=_layers(model.num_layers, mesh.axis_size("pp"), layer_partition),
-        ends_everywhere=ENDS_EVERYWHERE.get(model.family, False),
+        ends_everywhere=frozenset(ENDS_EVERYWHERE.get(model.family, "").split()),
+        names=NAMES.get(model.family, ()),
         tied=model.tied,
         expert_parallel=expert_parallel,
         placement=placement,
@@ -183,17 +127,17 @@ def _layers(num_layers: int, pp: int, partition: Sequence[int] | None) -> tuple[
     return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
-def _embedding(block: Block, world: _World) -> Iterator[BufferRule]:
+def _embedding(block: Block, world: World) -> Iterator[BufferRule]:
     # A tied head is the same parameter, so the last stage of a pipeline holds the embedding as well.
-    where = world.only(0, -1) if world.tied else world.only(0)
+    where = world.only("embedding", 0, -1) if world.tied else world.only("embedding", 0)
     yield _vocabulary(block, block.tensors["embed"], where, world)
 
 
-def _head(block: Block, world: _World) -> Iterator[BufferRule]:
-    yield _vocabulary(block, block.tensors["head"], world.only(-1), world)
+def _head(block: Block, world: World) -> Iterator[BufferRule]:
+    yield _vocabulary(block, block.tensors["head"], world.only("head", -1), world)
 
 
-def _vocabulary(block: Block, tensor: Tensor, where: Where, world: _World) -> BufferRule:
+def _vocabulary(block: Block, tensor: Tensor, where: Where, world: World) -> BufferRule:
     size, hidden = block.sizes["vocab_size"], block.sizes["hidden_size"]
     check_shape(tensor, size, hidden)
     rows = world.over_tp(lambda r: vocabulary(size, world.tp, r, multiple=world.vocab_multiple))
@@ -201,22 +145,17 @@ def _vocabulary(block: Block, tensor: Tensor, where: Where, world: _World) -> Bu
     return world.rule(tensor.name, [Part(tensor, replica=several)], rows, whole(hidden), where=where)
 
 
-def _final(block: Block, world: _World) -> Iterator[BufferRule]:
+def _final(block: Block, world: World) -> Iterator[BufferRule]:
     norm = block.tensors["norm"]
-    yield world.rule(norm.name, [Part(norm)], *norm.dims, where=world.only(-1))
+    yield world.rule(norm.name, [Part(norm)], *norm.dims, where=world.only("final", -1))
 
 
-def _norms(block: Block, world: _World) -> Iterator[BufferRule]:
+def _norms(block: Block, world: World) -> Iterator[BufferRule]:
     for role in block.tensors:
-        yield _held_whole(block, role, world)
+        yield held_whole(block, role, world)
 
 
-def _held_whole(block: Block, role: str, world: _World) -> BufferRule:
-    tensor = block.tensors[role]
-    return world.rule(tensor.name, [Part(tensor)], world.index(block), *tensor.dims[1:])
-
-
-def _attention(block: Block, world: _World) -> Iterator[BufferRule]:
+def _attention(block: Block, world: World) -> Iterator[BufferRule]:
     sizes, tp, layers = block.sizes, world.tp, world.index(block)
     heads, kv, head_dim, hidden = (
         sizes[key] for key in ("num_heads", "num_kv_heads", "head_dim", "hidden_size")
@@ -235,7 +174,7 @@ def _attention(block: Block, world: _World) -> Iterator[BufferRule]:
         check_shape(k, kv * head_dim, *columns)
         check_shape(v, kv * head_dim, *columns)
         parts = [Part(q, "q"), Part(k, "k", replica=tp > kv), Part(v, "v", replica=tp > kv)]
-        yield world.rule(_renamed(q, _QKV), parts, layers, rows, *(whole(size) for size in columns))
+        yield world.rule(renamed(q, _QKV), parts, layers, rows, *(whole(size) for size in columns))
     o = block.tensors["o"]
     check_shape(o, hidden, heads * head_dim)
     columns_of_o = world.over_tp(lambda r: query_heads(whole(heads * head_dim), heads, tp, r))
@@ -243,12 +182,12 @@ def _attention(block: Block, world: _World) -> Iterator[BufferRule]:
     for role in "q_norm", "k_norm":
         if role in block.tensors:
             check_shape(block.tensors[role], head_dim)
-            yield _held_whole(block, role, world)
+            yield held_whole(block, role, world)
     if "o_bias" in block.tensors:
-        yield _held_whole(block, "o_bias", world)
+        yield held_whole(block, "o_bias", world)
 
 
-def _mlp(block: Block, world: _World) -> Iterator[BufferRule]:
+def _mlp(block: Block, world: World) -> Iterator[BufferRule]:
     ffn, hidden, layers = block.sizes["ffn_size"], block.sizes["hidden_size"], world.index(block)
     rows = world.over_tp(lambda r: _gate_up(ffn, world.tp, r, 1))
     for suffix, columns in ("", (hidden,)), ("_bias", ()):
@@ -258,17 +197,17 @@ def _mlp(block: Block, world: _World) -> Iterator[BufferRule]:
         check_shape(gate, ffn, *columns)
         check_shape(up, ffn, *columns)
         parts = [Part(gate, "gate"), Part(up, "up")]
-        yield world.rule(_renamed(gate, _GATE_UP), parts, layers, rows, *(whole(size) for size in columns))
+        yield world.rule(renamed(gate, _GATE_UP), parts, layers, rows, *(whole(size) for size in columns))
     down = block.tensors["down"]
     check_shape(down, hidden, ffn)
     columns_of_down = world.over_tp(lambda r: _ffn(whole(ffn), world.tp, r))
     yield world.rule(down.name, [Part(down)], layers, whole(hidden), columns_of_down)
     for role in "down_bias", "router":
         if role in block.tensors:
-            yield _held_whole(block, role, world)
+            yield held_whole(block, role, world)
 
 
-def _moe(block: Block, world: _World) -> Iterator[BufferRule]:
+def _moe(block: Block, world: World) -> Iterator[BufferRule]:
     gate, up, down = (block.tensors[role] for role in ("gate", "up", "down"))
     num, ffn, hidden = (block.sizes[key] for key in ("num_experts", "ffn_size", "hidden_size"))
     layers, experts = world.index(block), gate.dims[1]
@@ -286,7 +225,7 @@ def _moe(block: Block, world: _World) -> Iterator[BufferRule]:
     for tensor, shape in (gate, (ffn, hidden)), (up, (ffn, hidden)), (down, (hidden, ffn)):
         check_shape(tensor, *shape)
     yield world.rule(
-        _renamed(gate, *_W13),
+        renamed(gate, *_W13),
         [Part(gate, "gate", replica), Part(up, "up", replica)],
         layers,
         held,
@@ -295,7 +234,7 @@ def _moe(block: Block, world: _World) -> Iterator[BufferRule]:
         stacked=(1, 2, 3),
     )
     yield world.rule(
-        _renamed(down, *_W2),
+        renamed(down, *_W2),
         [Part(down, replica=replica)],
         layers,
         held,
@@ -303,7 +242,7 @@ def _moe(block: Block, world: _World) -> Iterator[BufferRule]:
         cut_rows(lambda r: pad(_ffn(whole(ffn), parts, r), multiple)),
         stacked=(1, 2, 3),
     )
-    yield _held_whole(block, "router", world)
+    yield held_whole(block, "router", world)
 
 
 def _gate_up(ffn: int, parts: int, rank: int, multiple: int) -> Dim:
@@ -317,25 +256,17 @@ def _ffn(dim: Dim, parts: int, rank: int) -> Dim:
 
 
 # Kind of block -> the tensors that it must have, those that it may have, and its rules.
-_KINDS: Mapping[str, tuple[str, str, Callable[[Block, _World], Iterator[BufferRule]]]] = {
+_KINDS: Mapping[str, tuple[str, str, Callable[[Block, World], Iterator[BufferRule]]]] = {
     "embedding": ("embed", "", _embedding),
     "norms": ("", "input_norm post_attention_norm", _norms),
     "attention": ("q k v o", "q_bias+k_bias+v_bias o_bias q_norm+k_norm", _attention),
+    "gated_attention": ("q k v o q_norm k_norm", "", gdn.gated_attention),
+    "delta": ("conv a_log dt_bias norm out", "qkvz+ba qkv+z+b+a", gdn.delta),
+    "mamba": ("in conv a_log d dt_bias norm out", "in_bias+out_bias conv_bias", mamba.mixer),
+    "plain_mlp": ("up down", "up_bias+down_bias", mamba.plain_mlp),
     "mlp": ("gate up down", "gate_bias+up_bias down_bias", _mlp),
     "moe": ("router gate up down", "", _moe),
     "shared": ("gate up down", "router", _mlp),
     "final": ("norm", "", _final),
     "head": ("head", "", _head),
 }
-
-
-def _renamed(tensor: Tensor, *names: tuple[str, str]) -> str:
-    for old, new in names:
-        if old in tensor.name:
-            return tensor.name.replace(old, new)
-    raise ModelError(
-        "the name of a fused buffer follows from that of its first tensor",
-        where=f"tensor {tensor.name!r}",
-        equation=f"no {' or '.join(old for old, _ in names)} in the name",
-        hint="vLLM stores models with other names in modules of their own",
-    )
