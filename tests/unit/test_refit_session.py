@@ -26,7 +26,7 @@ from shardweave.errors import (
     UnknownNameError,
     WriteError,
 )
-from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, Tensor, along, even, split
+from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, Tensor, along, even, split, subset
 from shardweave.models import Model, from_config
 from shardweave.move import MemoryTransport, Transport
 from shardweave.plan import materialise
@@ -327,6 +327,22 @@ def test_a_declared_subset_is_received_whole() -> None:
     for rank, served in world.served.items():
         assert len(served) == 3 * 4  # qkv, o, and the two norms of each layer
         assert bits(served) == bits({name: whole[rank][name] for name in served})
+
+
+def test_some_layers_are_received_and_the_others_left_alone() -> None:
+    """Layers 0 and 2 of three and nothing else; the layout says so, and is proved to have all of them."""
+    whole = engine_layout()
+    world = World(
+        trainer_layout(),
+        (subset(whole, keep=lambda name: "{layer}" in name, layer=(0, 2)),),
+        options={"subset": True},
+    )
+    world.train(1)
+    succeeded(world.turn(1))
+    reference = content(whole, 1)
+    for rank, served in world.served.items():
+        assert {name.split(".")[2] for name in served} == {"0", "2"}
+        assert bits(served) == bits({name: reference[rank][name] for name in served})
 
 
 def test_what_an_engine_lacks_is_refused_unless_it_says_so() -> None:

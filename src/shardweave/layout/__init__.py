@@ -40,6 +40,7 @@ from shardweave.layout.run import (
     take,
     whole,
 )
+from shardweave.layout.subset import narrowed, subset
 from shardweave.layout.tensor import Tensor
 from shardweave.layout.transform import IDENTITY, Transform
 
@@ -74,6 +75,7 @@ __all__ = [
     "format_tensor",
     "interleave",
     "intersect",
+    "narrowed",
     "ordered",
     "pad",
     "parse_box",
@@ -87,6 +89,7 @@ __all__ = [
     "replicated",
     "select",
     "split",
+    "subset",
     "subtract",
     "take",
     "whole",

@@ -8,13 +8,13 @@ that comes or goes, leave the ways to all others as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import msgspec
 
 from shardweave.errors import FormatError, GeometryError, PlanError, UnknownNameError
-from shardweave.layout import Layout
+from shardweave.layout import Layout, Tensor, narrowed
 from shardweave.layout.layout import format_ranks
 from shardweave.plan import Plan, plan
 from shardweave.refit.joining import merge
@@ -229,14 +229,33 @@ class Worlds:
         key = blake2b(repr(said).encode(), digest_size=16).hexdigest()
         if key not in self._ways:
             engine = self._layout(digest, read)
-            if not hello.subset:
+            if hello.subset:
+                source = _of(source, engine)
+            else:
                 _check_wanted(source, engine)
-            landed, steps = landing(source, engine)
+            landed, steps = landing(source, engine, allow_casts=hello.allow_casts)
             made = plan(source, landed, ranks_per_node=self.ranks_per_node, allow_casts=hello.allow_casts)
             while len(self._ways) >= MOST_WAYS:
                 self._ways.pop(next(iter(self._ways)))
             self._ways[key] = Way(key, engine, made, steps)
         return self._ways[key]
+
+
+def _of(source: Layout, engine: Layout) -> Layout:
+    """What a source has of the tensors and members that an engine wants; the rest is for the plan to miss."""
+    by_name = {tensor.name: tensor for tensor in engine.tensors}
+    wanted = {}
+    for tensor in source.tensors:
+        mine = by_name.get(tensor.name)
+        if mine is not None and replace(mine, index=tensor.index) == tensor and _within(mine, tensor):
+            wanted[tensor] = mine
+    return narrowed(source, wanted)
+
+
+def _within(some: Tensor, every: Tensor) -> bool:
+    """Whether all members of a family are members of another."""
+    pairs = zip(some.index, every.index, strict=True)
+    return all({n for _, n in a} <= {n for _, n in b} for (_, a), (_, b) in pairs)
 
 
 def _check_wanted(source: Layout, engine: Layout) -> None:
