@@ -62,7 +62,10 @@ def account(source: Checkpoint, plan: Plan) -> Account:
             padding[buffer.name] = (buffer.numel - real) * size
     read: dict[Tensor, int] = defaultdict(int)
     for family in plan.families:
-        read[family.tensor] += int(family.numel[family.box].sum())
+        # What is written once more, as a replica, uses nothing further.
+        parts = plan.dst.rules[family.dst_rule].parts
+        if not any(part.replica for part in parts if part.tensor == family.tensor):
+            read[family.tensor] += int(family.numel[family.box].sum())
     for tensor, elements in held.items():
         if read[tensor] != elements:
             raise AccountingError(

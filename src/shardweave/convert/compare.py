@@ -140,11 +140,7 @@ def check_replicas(checkpoint: Checkpoint) -> int:
     """
     layout = checkpoint.layout
     owners = [rule for rule in layout.rules if not any(part.replica for part in rule.parts)]
-    copies = [
-        replace(rule, parts=tuple(replace(part, replica=False) for part in rule.parts))
-        for rule in layout.rules
-        if any(part.replica for part in rule.parts)
-    ]
+    copies = [rule for rule in layout.rules if any(part.replica for part in rule.parts)]
     if not copies:
         return 0
     compared = plan(

@@ -133,10 +133,9 @@ def _megatron(
     padded = megatron.padded_vocab_size(vocab, tp=geometry.tp, divisor=geometry.vocab_divisor)
     # The ranks' own layout refuses a geometry that the model cannot be cut by.
     megatron.layout(model, mesh, pipeline=pipeline, vocab_divisor=geometry.vocab_divisor)
-    alike = all(len(block.layers) in (0, model.num_layers) for block in model.blocks)
     layer_keys = geometry.layer_keys
     if layer_keys == "auto":
-        layer_keys = "stacked" if alike else "per_layer"
+        layer_keys = "stacked" if megatron.layers_alike(model) else "per_layer"
     form: dict[str, Any] = {"spec": geometry.spec, "layer_keys": layer_keys}
     return (
         megatron.checkpoint(model, padded_vocab=padded, **form),

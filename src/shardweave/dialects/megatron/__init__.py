@@ -10,6 +10,8 @@ gate and up     ``concat(even(gate, tp, r), even(up, tp, r))``: each half on its
 fused QKV       stored by KV group, ``q .. q k v`` for each; then cut as raw rows, so that a rank
                 may end inside a head and own no K or V
 vocabulary      ``even(pad(vocab, divisor * tp), tp, r)``
+latent          the way up by heads, ``even(heads, tp, r)``; the way down whole (Transformer
+                Engine) or cut as raw rows (local spec), which may end inside its two parts
 ==============  =============================================================================
 
 Source: megatron-core 0.16.1, checked against the parameters and checkpoints of real models.
@@ -18,12 +20,20 @@ Source: megatron-core 0.16.1, checked against the parameters and checkpoints of 
 from __future__ import annotations
 
 from shardweave.dialects.megatron.args import config_of
-from shardweave.dialects.megatron.checkpoint import Shard, checkpoint, extra_states, shards, variant
+from shardweave.dialects.megatron.checkpoint import (
+    Shard,
+    checkpoint,
+    extra_states,
+    layers_alike,
+    shards,
+    variant,
+)
 from shardweave.dialects.megatron.live import layout
 from shardweave.dialects.megatron.ranks import Stages, mesh, padded_vocab_size, stages
-from shardweave.dialects.megatron.weights import Weight, fused_qkv, weights
+from shardweave.dialects.megatron.weights import MTP_LAYERS, Weight, fused_qkv, weights
 
 __all__ = [
+    "MTP_LAYERS",
     "Shard",
     "Stages",
     "Weight",
@@ -31,6 +41,7 @@ __all__ = [
     "config_of",
     "extra_states",
     "fused_qkv",
+    "layers_alike",
     "layout",
     "mesh",
     "padded_vocab_size",

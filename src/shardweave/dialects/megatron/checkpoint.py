@@ -7,17 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
-from shardweave.dialects.megatron.weights import Weight, halves, rows, weights
+from shardweave.dialects.megatron.weights import MTP_LAYERS, Weight, halves, rows, weights
 from shardweave.dialects.names import match
 from shardweave.errors import GeometryError
-from shardweave.layout import BufferRule, Layout, Mesh, Part, even, whole
+from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, even, whole
 from shardweave.models.spec import Model
 
 _LAYER_KEYS = ("stacked", "per_layer", "singleton")
 
 
 def checkpoint(
-    model: Model, *, spec: str = "te", layer_keys: str = "stacked", padded_vocab: int | None = None
+    model: Model,
+    *,
+    spec: str = "te",
+    layer_keys: str = "stacked",
+    padded_vocab: int | None = None,
+    mtp_layer: str = MTP_LAYERS[0],
 ) -> Layout:
     """What a ``torch_dist`` checkpoint stores: whole weights, whatever ranks wrote it.
 
@@ -26,10 +31,12 @@ def checkpoint(
         spec: Layer spec of the model that wrote it; it decides the names of norms before experts.
         layer_keys: ``"stacked"``, one tensor ``[layers, ...]`` for all layers, which must be alike;
             ``"per_layer"``, one for each layer, experts stacked; ``"singleton"``, one for each layer and
-            expert, gate and up apart.
+            expert, gate and up apart. Layers for further tokens are never stacked.
         padded_vocab: Rows of the stored vocabulary; ``None`` where it is not padded.
+        mtp_layer: What the layer within a layer for a further token is called, one of ``MTP_LAYERS``.
     """
-    stored = _stored(model, spec=spec, layer_keys=layer_keys, padded_vocab=padded_vocab)
+    form = {"spec": spec, "layer_keys": layer_keys, "mtp_layer": mtp_layer}
+    stored = _stored(model, padded_vocab=padded_vocab, **form)
     return Layout("torch_dist", Mesh(()), tuple(rule for _, rule in stored))
 
 
@@ -43,14 +50,23 @@ def variant(keys: Iterable[str], model: Model, *, padded_vocab: int | None = Non
 
 
 def _variants(model: Model, padded_vocab: int | None) -> Iterator[Layout]:
-    alike = all(len(block.layers) in (0, model.num_layers) for block in model.blocks)
-    for spec, layer_keys in itertools.product(("te", "local"), _LAYER_KEYS):
+    alike = layers_alike(model)
+    forms = [(model.decoder, MTP_LAYERS[0])]
+    if model.decoder is not model:
+        forms = [*((model, name) for name in MTP_LAYERS), *forms]
+    for (one, mtp_layer), spec, layer_keys in itertools.product(forms, ("te", "local"), _LAYER_KEYS):
         if alike or layer_keys != "stacked":
-            yield checkpoint(model, spec=spec, layer_keys=layer_keys, padded_vocab=padded_vocab)
+            form = {"spec": spec, "layer_keys": layer_keys, "mtp_layer": mtp_layer}
+            yield checkpoint(one, padded_vocab=padded_vocab, **form)
+
+
+def layers_alike(model: Model) -> bool:
+    """Whether all layers of the decoder have the same weights, and so may be stacked."""
+    return all(len(block.layers) in (0, model.num_layers) for block in model.decoder.blocks)
 
 
 def _stored(
-    model: Model, *, spec: str, layer_keys: str, padded_vocab: int | None
+    model: Model, *, spec: str, layer_keys: str, padded_vocab: int | None, mtp_layer: str = MTP_LAYERS[0]
 ) -> Iterator[tuple[Weight, BufferRule]]:
     """Each stored weight with the rule that names it."""
     if layer_keys not in _LAYER_KEYS:
@@ -59,7 +75,8 @@ def _stored(
             equation=f"layer_keys({layer_keys!r}) is not one of {', '.join(_LAYER_KEYS)}",
             hint="stacked where all layers are alike, per_layer otherwise",
         )
-    for weight in weights(model, spec=spec, stored=True, padded_vocab=padded_vocab):
+    form = {"spec": spec, "mtp_layer": mtp_layer}
+    for weight in weights(model, stored=True, padded_vocab=padded_vocab, **form):
         for stored in _halved(weight) if layer_keys == "singleton" else (weight,):
             yield stored, _rule(model, stored, layer_keys)
 
@@ -86,7 +103,7 @@ def _rule(model: Model, weight: Weight, layer_keys: str) -> BufferRule:
         return BufferRule(weight.path, weight.parts, weight.dims)
     dims = (weight.layers, *(dim for _, dim in index[1:]), *weight.dims)
     path = weight.path.replace("mlp.experts.", "mlp.experts.experts.")
-    if layer_keys == "stacked":
+    if layer_keys == "stacked" and not weight.further:
         if len(weight.layers) != model.num_layers:
             raise GeometryError(
                 "layers that are stacked in one tensor are all alike",
@@ -95,10 +112,15 @@ def _rule(model: Model, weight: Weight, layer_keys: str) -> BufferRule:
                 hint="store unlike layers with layer_keys='per_layer' (Megatron's non-homogeneous layers)",
             )
         return BufferRule(f"decoder.layers.{path}", weight.parts, dims, stacked=tuple(range(len(dims))))
-    name = f"decoder.layers.{{layer}}.{path}"
-    if layer_keys == "per_layer":
-        return BufferRule(name, weight.parts, dims, stacked=tuple(range(1, len(dims))))
-    return BufferRule(name.replace("experts.experts.", "experts.experts.{expert}."), weight.parts, dims)
+    name = f"{weight.module}.layers.{{layer}}.{path}"
+    first = model.num_layers if weight.further else 0
+    behind = Dim(Run("", n - first, 1) for _, n in weight.layers)
+    numbers = (("layer", behind),) if first else ()
+    if layer_keys != "singleton":
+        stacked = tuple(range(1, len(dims)))
+        return BufferRule(name, weight.parts, dims, stacked=stacked, numbers=numbers)
+    name = name.replace("experts.experts.", "experts.experts.{expert}.")
+    return BufferRule(name, weight.parts, dims, numbers=numbers)
 
 
 def extra_states(model: Model, *, spec: str = "te", layer_keys: str = "stacked") -> Iterator[str]:
@@ -112,22 +134,25 @@ def extra_states(model: Model, *, spec: str = "te", layer_keys: str = "stacked")
     for weight in weights(model, spec=spec, stored=True):
         module, _, kind = weight.path.rpartition(".")
         layered = bool(weight.parts[0].tensor.index)
-        linear = kind == "weight" and layered and weight.cut_dim is not None
+        linear = kind == "weight" and layered and (weight.cut_dim is not None or ".linear_" in module)
         if linear:
-            yield from _extra_state(weight, module, layer_keys)
-        if spec == "te" and linear and module == "self_attention.linear_qkv":
-            yield from _extra_state(weight, "self_attention.core_attention", layer_keys)
-        if spec == "te" and kind == "weight" and module.endswith("layernorm"):
-            yield from _extra_state(weight, module, layer_keys)
+            yield from _extra_state(model, weight, module, layer_keys)
+        if spec == "te" and linear and module.endswith((".linear_qkv", ".linear_kv_up_proj")):
+            core = module.rpartition(".")[0] + ".core_attention"
+            yield from _extra_state(model, weight, core, layer_keys)
+        if spec == "te" and kind == "weight" and module.endswith("norm"):
+            yield from _extra_state(model, weight, module, layer_keys)
 
 
-def _extra_state(weight: Weight, module: str, layer_keys: str) -> Iterator[str]:
+def _extra_state(model: Model, weight: Weight, module: str, layer_keys: str) -> Iterator[str]:
     """Objects are numbered where weights are stacked: ``shard_``, their place, ``_``, how many there are."""
     index = [[n for _, n in dim] for _, dim in weight.parts[0].tensor.index]
     if not index:
         yield f"{module}._extra_state/shard_0_1"
         return
-    index[0] = [n for _, n in weight.layers]
+    index[0] = [n - (model.num_layers if weight.further else 0) for _, n in weight.layers]
+    if weight.further and layer_keys == "stacked":
+        layer_keys = "per_layer"
     numbered = {"stacked": 0, "per_layer": 1, "singleton": 2}[layer_keys]
     sizes = ".".join(str(len(numbers)) for numbers in index[numbered:]) or "1"
     for numbers in itertools.product(*index):
@@ -136,7 +161,7 @@ def _extra_state(weight: Weight, module: str, layer_keys: str) -> Iterator[str]:
             path = path.replace("experts.experts.", f"experts.experts.{numbers[1]}.")
         layer = "" if layer_keys == "stacked" else f"{numbers[0]}."
         places = ".".join(map(str, numbers[numbered:])) or "0"
-        yield f"decoder.layers.{layer}{path}._extra_state/shard_{places}_{sizes}"
+        yield f"{weight.module}.layers.{layer}{path}._extra_state/shard_{places}_{sizes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +188,9 @@ def shards(
     writes. Law: the shards of a key tile it, padding included.
     """
     chunks = layers_of(pipeline or stages(model.num_layers, mesh.axis_size("pp")))
-    stage = {layer: s for chunk in chunks for s, layers in enumerate(chunk) for layer in layers}
+    last = mesh.axis_size("pp") - 1
+    further = {n: last for block in model.of("mtp") for _, n in block.layers}
+    stage = further | {layer: s for chunk in chunks for s, layers in enumerate(chunk) for layer in layers}
     found: dict[str, tuple[Shard, ...]] = {}
     for weight, rule in _stored(model, spec=spec, layer_keys=layer_keys, padded_vocab=padded_vocab):
         dims = [*_index_ranges(weight, mesh, stage), *_shape_ranges(weight, mesh)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardweave.dialects.megatron.ranks import Stages, layers_of, padded_vocab_size, stages
-from shardweave.dialects.megatron.weights import Weight, halves, only, weights
+from shardweave.dialects.megatron.weights import MTP_LAYERS, Weight, halves, only, weights
 from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Run, Sharded, along, even, whole
 from shardweave.models.spec import Model
@@ -20,6 +20,8 @@ def layout(
     experts: str = "grouped",
     pipeline: Stages | None = None,
     vocab_divisor: int = 128,
+    mtp_layer: str = MTP_LAYERS[0],
+    down_proj: str = "",
 ) -> Layout:
     """What each rank of a Megatron job holds, under the names that its modules give.
 
@@ -31,6 +33,11 @@ def layout(
             (``experts.local_experts.{i}.linear_fc1.weight``).
         pipeline: Layers of each chunk and stage, from ``stages()``; even where not given.
         vocab_divisor: Megatron's ``make_vocab_size_divisible_by``; 1 where it is not padded.
+        mtp_layer: What the layer within a layer for a further token is called, one of ``MTP_LAYERS``.
+        down_proj: How latent attention's way down is held, ``"replicated"`` or ``"column"``; by default
+            replicated in Transformer Engine's spec and cut in the local one.
+
+    Layers for further tokens are all on the last stage, which has a copy of the embedding for them.
 
     Raises:
         GeometryError, CutError: Degrees that the model cannot be cut by.
@@ -46,15 +53,20 @@ def layout(
     vocab = next(block.sizes["vocab_size"] for block in model.of("embedding"))
     padded = padded_vocab_size(vocab, tp=tp, divisor=vocab_divisor)
     rules: list[BufferRule] = []
-    for weight in weights(model, spec=spec, stored=False, padded_vocab=padded):
+    form = {"spec": spec, "mtp_layer": mtp_layer, "down_proj": down_proj}
+    for weight in weights(model, stored=False, padded_vocab=padded, **form):
         shape = list[Dim | Sharded](weight.dims)
         if weight.cut_dim is not None:
             shape[weight.cut_dim] = _cut_along(mesh, "etp" if weight.expert else "tp", weight)
         if not weight.parts[0].tensor.index:
             rules += _edge_rules(model, weight, tuple(shape), pp, len(pipeline))
             continue
-        for v, chunk in enumerate(layers_of(pipeline)):
+        chunks = list(enumerate(layers_of(pipeline)))
+        for v, chunk in chunks[-1:] if weight.further else chunks:
             prefix = f"model{v}." if len(pipeline) > 1 else ""
+            if weight.further:
+                behind = range(model.num_layers, 1 + max(n for _, n in weight.layers))
+                chunk = (*(range(0) for _ in chunk[:-1]), behind)
             rules.append(_layer_rule(mesh, chunk, prefix, weight, tuple(shape), experts))
     return Layout("megatron", mesh, tuple(rules))
 
@@ -81,10 +93,13 @@ def _edge_rules(
     embedding = weight.path.startswith("embedding.")
     where = (("pp", (0 if embedding else pp - 1,)),)
     yield BufferRule((first if embedding else last) + weight.path, weight.parts, shape, where=where)
+    copy = tuple(replace(part, replica=True) for part in weight.parts)
     if embedding and model.tied and pp > 1:
         # The last stage computes logits with a copy of the embedding.
-        copy = tuple(replace(part, replica=True) for part in weight.parts)
         yield BufferRule(last + "output_layer.weight", copy, shape, where=(("pp", (pp - 1,)),))
+    if embedding and pp > 1 and model.decoder is not model:
+        # Layers for further tokens read their embeddings.
+        yield BufferRule(last + weight.path, copy, shape, where=(("pp", (pp - 1,)),))
 
 
 def _layer_rule(
@@ -115,5 +130,5 @@ def _layer_rule(
         printed.append(("expert", along(mesh, "ep", lambda _: whole(len(all_experts) // ep))))
         one = "mlp.experts.local_experts.{expert}."
         path = path.replace("mlp.experts.", one) if experts == "sequential" else path + "{expert}"
-    name = f"{prefix}decoder.layers.{{layer}}.{path}"
+    name = f"{prefix}{weight.module}.layers.{{layer}}.{path}"
     return BufferRule(name, weight.parts, (*index, *shape), numbers=tuple(printed))

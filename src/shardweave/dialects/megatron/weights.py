@@ -12,6 +12,9 @@ from shardweave.models.spec import Block, Model
 Cut = Callable[[Dim, int, int], Dim]
 """A way of partitioning: from a dim, the number of parts and a part, to what the part holds."""
 
+MTP_LAYERS = ("transformer_layer", "mtp_model_layer")
+"""What versions of Megatron call the layer within a layer for a further token, that of 0.16.1 first."""
+
 
 # --- cuts ---------------------------------------------------------------------------------------
 
@@ -50,6 +53,21 @@ def fused_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Dim:
     )
 
 
+def by_heads(num_heads: int) -> Cut:
+    """An even cut of rows or columns that are whole heads, one after the other."""
+
+    def heads(dim: Dim, parts: int, part: int) -> Dim:
+        if num_heads % parts:
+            raise GeometryError(
+                "tp cuts latent attention by whole heads",
+                equation=f"num_heads({num_heads}) % tp({parts}) = {num_heads % parts} != 0",
+                hint="choose a tp that divides the heads; Megatron asks for it too",
+            )
+        return even(dim, parts, part)
+
+    return heads
+
+
 # --- weights ------------------------------------------------------------------------------------
 
 
@@ -64,6 +82,7 @@ class Weight:
         cut_dim: The dim of the shape that ranks cut; ``None`` where every rank holds it whole.
         cut: How they cut it.
         layers: The layers that have it; empty outside the layers.
+        further: Whether these are layers for further tokens, which Megatron calls ``mtp`` and counts from 0.
     """
 
     path: str
@@ -72,11 +91,17 @@ class Weight:
     cut_dim: int | None = None
     cut: Cut = rows
     layers: Dim = Dim()  # noqa: RUF009 - a value, immutable
+    further: bool = False
 
     @property
     def expert(self) -> bool:
         """Whether it is one of many experts, spread along ep and cut along etp."""
         return len(self.parts[0].tensor.index) == 2
+
+    @property
+    def module(self) -> str:
+        """The module that has its layers."""
+        return "mtp" if self.further else "decoder"
 
 
 def _weight(block: Block, path: str, role: str, *, cut_dim: int | None = None) -> Iterator[Weight]:
@@ -122,6 +147,55 @@ def _attention(block: Block) -> Iterator[Weight]:
     yield from _weight(block, "self_attention.k_layernorm.weight", "k_norm")
 
 
+def _latent(block: Block, spec: str, down_proj: str) -> Iterator[Weight]:
+    """Latent attention: down to short vectors, up by heads.
+
+    Source: megatron-core 0.16.1, ``MLASelfAttention``: where ``linear_q_down_proj`` is ``TELinear`` it is
+    duplicated, else it is cut and its output gathered. Transformer Engine fuses the norms into the way up.
+    """
+    biases = [role for role in block.tensors if role.endswith("_bias")]
+    if biases:
+        raise GeometryError(
+            "Megatron has a place for every tensor of latent attention",
+            where=f"tensor {block.tensors[biases[0]].name!r}",
+            equation=f"the model has {', '.join(biases)}, and Megatron builds these layers without a bias",
+            hint="convert this model to hf",
+        )
+    if down_proj not in ("", "replicated", "column"):
+        raise GeometryError(
+            "the way down is replicated or cut by rows",
+            equation=f"down_proj({down_proj!r}) is not 'replicated' or 'column'",
+            hint="leave it out: Transformer Engine's layers are replicated, local ones are cut",
+        )
+    down_cut = 0 if (down_proj or ("replicated" if spec == "te" else "column")) == "column" else None
+    cut = by_heads(block.sizes["num_heads"])
+    attention, up = "self_attention.", "layer_norm_weight"
+    rules = [
+        ("linear_q_proj.weight", "q", 0),
+        ("linear_q_down_proj.weight", "q_a", down_cut),
+        (f"linear_q_up_proj.{up}" if spec == "te" else "q_layernorm.weight", "q_a_norm", None),
+        ("linear_q_up_proj.weight", "q_b", 0),
+        ("linear_kv_down_proj.weight", "kv_a", down_cut),
+        (f"linear_kv_up_proj.{up}" if spec == "te" else "kv_layernorm.weight", "kv_a_norm", None),
+        ("linear_kv_up_proj.weight", "kv_b", 0),
+        ("linear_proj.weight", "o", 1),
+    ]
+    for path, role, cut_dim in rules:
+        for weight in _weight(block, attention + path, role, cut_dim=cut_dim):
+            yield weight if role in ("q_a", "kv_a") else replace(weight, cut=cut)
+
+
+def _further(block: Block) -> Iterator[Weight]:
+    """What a layer for a further token has around a layer.
+
+    Source: megatron-core 0.16.1, ``MultiTokenPredictionLayer``.
+    """
+    yield from _weight(block, "enorm.weight", "embed_norm")
+    yield from _weight(block, "hnorm.weight", "hidden_norm")
+    yield from _weight(block, "eh_proj.weight", "proj", cut_dim=0)
+    yield from _weight(block, "final_layernorm.weight", "norm")
+
+
 def _gated(block: Block, prefix: str) -> Iterator[Weight]:
     fused = concat(whole(block.sizes["ffn_size"], "gate"), whole(block.sizes["ffn_size"], "up"))
     yield from _fused(block, f"{prefix}linear_fc1.weight", _GATE_UP, fused, halves)
@@ -143,7 +217,15 @@ def _vocabulary(block: Block, path: str, role: str, padded: int | None) -> Itera
         yield replace(weight, dims=(pad(weight.dims[0], padded or size), *weight.dims[1:]))
 
 
-def weights(model: Model, *, spec: str, stored: bool, padded_vocab: int | None = None) -> Iterator[Weight]:
+def weights(
+    model: Model,
+    *,
+    spec: str,
+    stored: bool,
+    padded_vocab: int | None = None,
+    mtp_layer: str = MTP_LAYERS[0],
+    down_proj: str = "",
+) -> Iterator[Weight]:
     """Every weight of a model in Megatron's words.
 
     Args:
@@ -152,7 +234,16 @@ def weights(model: Model, *, spec: str, stored: bool, padded_vocab: int | None =
             the norms: Transformer Engine fuses a norm into the linear layer that follows it.
         stored: Whether names are those of a checkpoint, where the local spec uses the fused names.
         padded_vocab: Rows of the stored vocabulary; ``None`` where it is not padded.
+        mtp_layer: What the layer within a layer for a further token is called, one of ``MTP_LAYERS``.
+        down_proj: How latent attention's way down is held, ``"replicated"`` or ``"column"``; by default
+            replicated in Transformer Engine's spec and cut in the local one.
     """
+    if mtp_layer not in MTP_LAYERS:
+        raise GeometryError(
+            "the layer within a layer for a further token has a known name",
+            equation=f"mtp_layer({mtp_layer!r}) is not {' or '.join(MTP_LAYERS)}",
+            hint="take the one of your version: it is part of the parameters' names",
+        )
     if spec not in ("te", "local"):
         raise GeometryError(
             "a layer spec is known",
@@ -160,48 +251,73 @@ def weights(model: Model, *, spec: str, stored: bool, padded_vocab: int | None =
             hint="te for Transformer Engine's layers (the default), local for --transformer-impl local",
         )
     for block in model.blocks:
-        match block.kind:
-            case "embedding":
-                yield from _vocabulary(block, "embedding.word_embeddings.weight", "embed", padded_vocab)
-            case "norms":
-                yield from _norms(model, block, spec, stored)
-            case "attention":
-                yield from _attention(block)
-            case "mlp":
-                yield from _gated(block, "mlp.")
-            case "moe":
-                yield from _weight(block, "mlp.router.weight", "router")
-                yield from _gated(block, "mlp.experts.")
-            case "shared":
-                yield from _gated(block, "mlp.shared_experts.")
-                yield from _weight(block, "mlp.shared_experts.gate_weight", "router")
-            case "final":
-                yield from _weight(block, "decoder.final_layernorm.weight", "norm")
-            case "head":
-                yield from _vocabulary(block, "output_layer.weight", "head", padded_vocab)
-            case _:
-                raise GeometryError(
-                    "Megatron has a place for every block of the model",
-                    where=f"layers {block.layers}",
-                    equation=f"block kind({block.kind!r}) is not known",
-                    hint="convert this model to hf; the dialect does not describe this kind of block",
-                )
+        found = _weights(model, block, spec, stored, padded_vocab, down_proj)
+        if all(number < model.num_layers for _, number in block.layers):
+            yield from found
+            continue
+        within = "" if block.kind == "mtp" else f"{mtp_layer}."
+        yield from (replace(weight, path=within + weight.path, further=True) for weight in found)
+
+
+def _weights(
+    model: Model, block: Block, spec: str, stored: bool, padded_vocab: int | None, down_proj: str
+) -> Iterator[Weight]:
+    match block.kind:
+        case "embedding":
+            yield from _vocabulary(block, "embedding.word_embeddings.weight", "embed", padded_vocab)
+        case "norms":
+            yield from _norms(model, block, spec, stored)
+        case "attention":
+            yield from _attention(block)
+        case "mla":
+            yield from _latent(block, spec, down_proj)
+        case "mlp":
+            yield from _gated(block, "mlp.")
+        case "moe":
+            yield from _weight(block, "mlp.router.weight", "router")
+            yield from _weight(block, "mlp.router.expert_bias", "router_bias")
+            yield from _gated(block, "mlp.experts.")
+        case "shared":
+            yield from _gated(block, "mlp.shared_experts.")
+            yield from _weight(block, "mlp.shared_experts.gate_weight", "router")
+        case "mtp":
+            yield from _further(block)
+        case "final":
+            yield from _weight(block, "decoder.final_layernorm.weight", "norm")
+        case "head":
+            yield from _vocabulary(block, "output_layer.weight", "head", padded_vocab)
+        case _:
+            raise GeometryError(
+                "Megatron has a place for every block of the model",
+                where=f"layers {block.layers}",
+                equation=f"block kind({block.kind!r}) is not known",
+                hint="convert this model to hf; the dialect does not describe this kind of block",
+            )
 
 
 def _norms(model: Model, block: Block, spec: str, stored: bool) -> Iterator[Weight]:
-    fused_input = spec == "te" or stored
-    before_attention = (
-        "self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"
-    )
-    yield from _weight(block, before_attention, "input_norm")
-    # Transformer Engine fuses the second norm into a dense MLP, and has none to fuse it into before experts.
-    for kind, fused in (("mlp", spec == "te" or stored), ("moe", spec == "local" and stored)):
-        numbers = {n for other in model.of(kind) for _, n in other.layers}
-        layers = only(block.layers, numbers)
-        path = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
-        for weight in _weight(block, path, "post_attention_norm"):
-            if len(layers):
-                yield replace(weight, layers=layers)
+    having = {
+        kind: {n for other in model.of(kind) for _, n in other.layers} for kind in ("mla", "mlp", "moe")
+    }
+    every = {n for _, n in block.layers}
+    for latent, layers in (False, every - having["mla"]), (True, every & having["mla"]):
+        # In a checkpoint the local spec calls its norms as if they were fused, but not with latent attention.
+        renamed = stored and not latent
+        fused = not latent and (spec == "te" or renamed)
+        path = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+        yield from _on(layers, _weight(block, path, "input_norm"))
+        # Transformer Engine fuses the second norm into a dense MLP; before experts there is none to fuse it into.
+        for kind, fused in (("mlp", spec == "te" or renamed), ("moe", spec == "local" and renamed)):
+            path = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+            yield from _on(layers & having[kind], _weight(block, path, "post_attention_norm"))
+
+
+def _on(layers: Container[int], found: Iterator[Weight]) -> Iterator[Weight]:
+    """The weights on some of their layers, where there are any."""
+    for weight in found:
+        here = only(weight.layers, layers)
+        if len(here):
+            yield replace(weight, layers=here)
 
 
 def only(dim: Dim, numbers: Container[int]) -> Dim:
