@@ -33,13 +33,13 @@ def model_of(config: Any) -> Model:
     return from_config(model.hf_config.to_dict(), dtype=dtype)
 
 
-def layout_of(config: Any, model: Model, *, expert_multiple: int, first_rank: int) -> Layout:
+def layout_of(config: Any, model: Model, module: Any, *, first_rank: int) -> Layout:
     """The layout of all ranks of an engine while its weights are loaded.
 
     Args:
         config: The ``VllmConfig`` of a worker.
         model: What it serves.
-        expert_multiple: What the engine's expert kernel pads the rows of experts to a multiple of.
+        module: The engine's model, which knows what its expert kernel made of the config.
         first_rank: The global rank of its first worker.
 
     Raises:
@@ -63,13 +63,14 @@ def layout_of(config: Any, model: Model, *, expert_multiple: int, first_rank: in
         dp=parallel.data_parallel_size,
         offset=first_rank,
     )
+    spread = bool(parallel.enable_expert_parallel) and any(True for _ in model.of("moe"))
     return vllm.layout(
         model,
         mesh,
-        expert_parallel=bool(parallel.enable_expert_parallel) and any(True for _ in model.of("moe")),
-        placement=parallel.expert_placement_strategy,
+        expert_parallel=spread,
+        placement=_placement_of(module) if spread else "linear",
         layer_partition=[int(size) for size in partition.split(",")] if partition else None,
-        expert_multiple=expert_multiple,
+        expert_multiple=_expert_multiple_of(module),
         dtype=model.dtype,
     )
 
@@ -80,7 +81,7 @@ def rank_of(config: Any, *, worker_rank: int, first_rank: int) -> int:
     return int(first_rank + parallel.data_parallel_index * parallel.world_size + worker_rank)
 
 
-def expert_multiple_of(module: Any) -> int:
+def _expert_multiple_of(module: Any) -> int:
     """What the expert kernel of a model pads the rows of a rank's experts to; 1 where it does not.
 
     Source: vllm 0.32.0, fused_moe/config.py: FusedMoEConfig keeps the size before and after rounding up.
@@ -92,6 +93,15 @@ def expert_multiple_of(module: Any) -> int:
         if rounded is not None and rounded != plain:
             return int(rounded)
     return 1
+
+
+def _placement_of(module: Any) -> str:
+    """How the experts of a model are placed; vLLM decides it by the kernel that it takes.
+
+    Source: vllm 0.32.0, fused_moe/expert_map_manager.py: ExpertMapManager.placement_strategy.
+    """
+    managers = (getattr(part, "expert_map_manager", None) for part in module.modules())
+    return next((str(manager.placement_strategy) for manager in managers if manager is not None), "linear")
 
 
 def addresses_stay(config: Any) -> bool:

@@ -17,7 +17,6 @@ from shardweave.refit.engines.pairs import Kept, Pairs
 from shardweave.refit.engines.vllm.check import check_loader, check_parameters
 from shardweave.refit.engines.vllm.describe import (
     addresses_stay,
-    expert_multiple_of,
     layout_of,
     model_of,
     rank_of,
@@ -79,9 +78,7 @@ class Twin:
         self._device, self._stay = device, addresses_stay(config)
         self._config = _own_config(config)
         self._twin = self._built()
-        self.layout = layout_of(
-            config, described, expert_multiple=expert_multiple_of(self._twin), first_rank=first_rank
-        )
+        self.layout = layout_of(config, described, self._twin, first_rank=first_rank)
         self.rank = rank_of(config, worker_rank=worker_rank, first_rank=first_rank)
         self._staged = dict(self._twin.named_parameters())
         check_parameters(self.layout, self.rank, self._staged)

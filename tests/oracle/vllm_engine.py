@@ -1,0 +1,297 @@
+"""A real vLLM engine on a CPU, refitted from the ranks of a Megatron job: run as a program by the tests.
+
+``python vllm_engine.py FOLDER CASE`` makes two tiny checkpoints in ``FOLDER``, starts an engine from one, and
+prints what it saw as one line of JSON. ``fresh`` in place of a case prints what an engine says that was started
+from the other checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardweave.dialects import megatron
+from shardweave.layout import Layout
+from shardweave.models import Model, from_config
+from shardweave.plan.simulate import materialise
+from shardweave.refit import Publisher, Session, Source
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32", "hidden_size": 96,
+    "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 199, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False,
+}  # fmt: skip
+QWEN3_MOE = {
+    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [1],
+    "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+PROMPTS = ([3, 5, 7, 11], [13, 17])
+SEEDS = (1, 2)
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+def weights(model: Model, seed: int) -> Weights:
+    """Weights of every tensor by name, norms around 1."""
+    generator = np.random.default_rng(seed)
+    found: Weights = {}
+    for tensor in model.tensors:
+        for name in tensor.names():
+            values = generator.standard_normal(tensor.shape).astype(np.float32) * np.float32(0.08)
+            found[name] = values + 1 if "norm" in name else values
+    return found
+
+
+def checkpoint(folder: Path, name: str, seed: int) -> Path:
+    """A checkpoint as Hugging Face stores one."""
+    from safetensors.numpy import save_file
+
+    path = folder / f"{name}-{seed}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    save_file(weights(from_config(CONFIGS[name]), seed), path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def engine(path: Path, *, tp: int = 1, **more: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=str(path),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        tensor_parallel_size=tp,
+        **more,
+    )
+
+
+def said(llm: Any) -> list[Any]:
+    """The tokens that an engine chooses, and their logprobs as they are."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, detokenize=False)
+    done = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    chosen = [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in done]
+    return [[[t, at[t].logprob] for t, at in zip(ids, logs, strict=True)] for ids, logs in chosen]
+
+
+# --- the trainer --------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The ranks of a Megatron job, each a thread: fused weights, cut as raw rows."""
+
+    def __init__(self, name: str, *, store: str, receivers: int, transport: str) -> None:
+        self.model = from_config(CONFIGS[name])
+        self.layout: Layout = megatron.layout(self.model, megatron.mesh(tp=4, ep=2, etp=2))
+        self.ranks = range(4)
+        self.store, self.transport = store, transport
+        self.receivers = range(4, 4 + receivers)
+        self.arrays = materialise(self.layout, self._whole(SEEDS[0]))
+        self.publishers = [self._publisher(rank) for rank in self.ranks]
+
+    def _whole(self, seed: int) -> dict[Any, Any]:
+        values = weights(self.model, seed)
+        return {
+            tensor: np.stack([values[name] for name in tensor.names()]).reshape([len(d) for d in tensor.dims])
+            for tensor in self.layout.tensors
+        }
+
+    def _publisher(self, rank: int) -> Publisher:
+        import torch
+        from torch.distributed import FileStore
+
+        session = Session(
+            store=FileStore(self.store, -1),
+            publishers=self.ranks,
+            receivers=self.receivers,
+            rank=rank,
+            transport=self.transport,
+            timeout_s=60,
+        )
+        arrays = {name: torch.from_numpy(array) for name, array in self.arrays[rank].items()}
+        return Publisher(session, Source(self.layout, arrays, rank))
+
+    def step(self, seed: int) -> None:
+        """Train: other values in the same memory."""
+        for rank, arrays in materialise(self.layout, self._whole(seed)).items():
+            for name, array in arrays.items():
+                np.copyto(self.arrays[rank][name], array)
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[list[str]]:
+        """Publish from every rank while the block runs; gives the errors of the ranks."""
+        errors: list[str] = []
+
+        def publish(publisher: Publisher) -> None:
+            try:
+                publisher.publish(version)
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=publish, args=(each,)) for each in self.publishers]
+        for thread in threads:
+            thread.start()
+        yield errors
+        for thread in threads:
+            thread.join(90)
+            assert not thread.is_alive(), "a publisher hangs"
+
+
+def update(llm: Any, trainer: Trainer, version: int) -> list[str]:
+    """One refit; the errors of all sides, of the engine's first."""
+    errors: list[str] = []
+    with trainer.publishing(version) as theirs:
+        llm.collective_rpc("start_weight_update")
+        try:
+            llm.collective_rpc("update_weights", kwargs={"update_info": {}})
+            llm.collective_rpc("finish_weight_update")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors + theirs
+
+
+# --- what is done in the workers ----------------------------------------------------------------
+
+
+def parameters(worker: Any) -> dict[str, str]:
+    """A digest of every parameter and buffer of the served model, as it is stored."""
+    from hashlib import blake2b
+
+    model = worker.model_runner.get_model()
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: f"{tuple(t.shape)} {blake2b(t.detach().contiguous().numpy().tobytes()).hexdigest()[:16]}"
+        for name, t in held.items()
+    }
+
+
+def caches(worker: Any) -> list[int]:
+    """Where the KV caches of the layers are."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.kv_cache.data_ptr() for layer in layers if hasattr(layer, "kv_cache")]
+
+
+def write_in_place(worker: Any) -> None:
+    """What one would do who does not know the engine: scale the weights that it shows."""
+    for name, parameter in worker.model_runner.get_model().named_parameters():
+        if "lm_head" in name or "proj" in name:
+            parameter.data.mul_(-1)
+
+
+def break_derivation(worker: Any) -> None:
+    """Let the last module that is derived fail, once."""
+    import vllm.model_executor.model_loader.utils as utils
+
+    whole = utils.process_weights_after_loading
+
+    def broken(model: Any, *more: Any) -> None:
+        utils.process_weights_after_loading = whole
+        whole(model, *more)
+        raise RuntimeError("the derivation broke off at its end")
+
+    utils.process_weights_after_loading = broken
+
+
+def reload_by_vllm(worker: Any, path: str) -> None:
+    """vLLM's own way to load weights into a running engine."""
+    worker.reload_weights(weights_path=path)
+
+
+# --- the program --------------------------------------------------------------------------------
+
+
+def start(path: Path, name: str, tp: int) -> tuple[Any, Trainer]:
+    llm = engine(
+        path,
+        tp=tp,
+        weight_transfer_config={"backend": "shardweave"},
+        worker_extension_cls="shardweave.refit.engines.vllm.engine.RefitWorker",
+    )
+    store, transport = str(path.parent / f"store-{name}-{tp}"), "shared" if tp == 1 else "gloo"
+    where = {"publishers": 4, "path": store, "transport": transport, "timeout_s": 60.0}
+    llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": where})
+    return llm, Trainer(name, store=store, receivers=tp, transport=transport)
+
+
+def run(folder: Path, name: str, tp: int) -> dict[str, Any]:
+    """Refit an engine several times, and say what it said in between."""
+    one = checkpoint(folder, name, SEEDS[0])
+    llm, trainer = start(one, name, tp)
+    ask: Callable[..., Any] = llm.collective_rpc
+    found: dict[str, Any] = {"at start": said(llm), "caches": [ask(caches)], "parameters": [ask(parameters)]}
+    found["version at start"] = ask("refit_version")
+
+    found["errors"] = update(llm, trainer, 0)
+    found["same weights"], found["audits"] = said(llm), ask("refit_audit")
+    found["parameters"].append(ask(parameters))
+
+    trainer.step(SEEDS[1])
+    found["errors"] += update(llm, trainer, 1)
+    found["other weights"], found["version"] = said(llm), ask("refit_version")
+    found["audits"] += ask("refit_audit")
+
+    trainer.step(SEEDS[0])
+    ask(break_derivation)
+    found["broken"] = update(llm, trainer, 2)
+    found["after broken"], found["version after broken"] = said(llm), ask("refit_version")
+
+    found["errors"] += update(llm, trainer, 3)
+    found["first again"], found["version again"] = said(llm), ask("refit_version")
+    found["audits"] += ask("refit_audit")
+    found["parameters"].append(ask(parameters))
+
+    ask(write_in_place)
+    found["written in place"] = said(llm)
+    found["errors"] += update(llm, trainer, 4)
+
+    ask(reload_by_vllm, args=(str(one),))
+    found["reloaded by vLLM"] = said(llm)
+    try:
+        found["version after reload"] = ask("refit_version")
+    except Exception as error:
+        found["version after reload"] = str(error)
+    found["errors"] += update(llm, trainer, 5)
+    found["healed"], found["version healed"] = said(llm), ask("refit_version")
+    found["audits"] += ask("refit_audit")
+    found["caches"].append(ask(caches))
+    return found
+
+
+def main() -> None:
+    folder, name, tp, how = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind" if tp == 1 else "|".join("01"[r % 2] for r in range(tp)),
+        VLLM_LOGGING_LEVEL="WARNING",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+    )
+    if how == "fresh":
+        result: Any = said(engine(checkpoint(folder, name, SEEDS[1]), tp=tp))
+    else:
+        result = run(folder, name, tp)
+    print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
