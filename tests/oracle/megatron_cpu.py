@@ -35,59 +35,92 @@ def replace_cuda() -> None:
 
 def build(kind: str, *, tp: int, pp: int, ep: int, vocab: int | None = None) -> Any:
     """The fixture's GPTModel on this rank, every parameter NaN."""
+    sizes = dict(MODELS[kind])
+    full = sizes.pop("vocab")
+    if kind == "moe":
+        sizes["moe_ffn_hidden_size"] = sizes["ffn_hidden_size"]
+    return model_of(sizes, vocab=vocab or full, tp=tp, pp=pp, ep=ep, etp=1 if kind == "moe" else None)
+
+
+def model_of(
+    sizes: dict[str, Any],
+    *,
+    vocab: int,
+    tp: int,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int | None = None,
+    tied: bool = False,
+) -> Any:
+    """A GPTModel of the local spec on this rank, every parameter NaN; its chunks where ``vpp`` is given.
+
+    ``sizes`` are arguments of TransformerConfig.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    sizes = dict(MODELS[kind])
-    full = sizes.pop("vocab")
-    if kind == "moe":
-        sizes["moe_ffn_hidden_size"] = sizes["ffn_hidden_size"]
+    # Without Transformer Engine the router asks for it all the same.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1 if kind == "moe" else None,
+        expert_tensor_parallel_size=etp,
     )
     random.model_parallel_cuda_manual_seed(123)
     config = TransformerConfig(
-        **sizes,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+        **{
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
+            "use_cpu_initialization": True,
+            "pipeline_dtype": torch.float32,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "normalization": "RMSNorm",
+            "add_bias_linear": False,
+            "bias_activation_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+            "qk_layernorm": True,
+            **sizes,
+        }
     )
     spec = get_gpt_layer_local_spec(
-        num_experts=sizes.get("num_moe_experts"), qk_layernorm=True, normalization="RMSNorm"
+        num_experts=sizes.get("num_moe_experts"), qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=vocab or full,
-        max_sequence_length=32,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    )
+    chunks = [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=vocab,
+            max_sequence_length=32,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        for stage in ([None] if vpp is None else range(vpp))
+    ]
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-    return model
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    return chunks[0] if vpp is None else chunks
 
 
 def load(case: dict[str, Any], out: Path, rank: int) -> None:

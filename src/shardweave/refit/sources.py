@@ -1,9 +1,10 @@
 """What a trainer's rank owns, as a value: a layout and its live arrays.
 
-A ``Source`` is read off what is there: a module under ``fully_shard`` (``from_fsdp2``), a plain Hugging Face
-module (``from_module``), a Megatron model (``sources_megatron.from_megatron``), or any layout and arrays.
-Whatever the source, the arrays of the rank are exactly those of its layout, by name, shape and dtype, or it is
-refused: nothing that a trainer trains is left behind, and nothing is published that the layout does not place.
+A ``Source`` is read off what is there: a module under ``fully_shard`` (``from_fsdp2``), a plain Hugging
+Face module (``from_module``), a Megatron model (``sources_megatron.from_megatron``), or any layout and
+arrays. Whatever the source, the arrays of the rank are exactly those of its layout, by name, shape and
+dtype, or it is refused: nothing that a trainer trains is left behind, and nothing is published that the
+layout does not place.
 """
 
 from __future__ import annotations
