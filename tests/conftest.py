@@ -22,6 +22,7 @@ settings.register_profile("ci", max_examples=200, deadline=None, derandomize=Tru
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS / "shared"))  # what tests of several folders are made of
 
 # The real frameworks that tests ask: distribution on the registry -> module.
 PEERS = {

@@ -11,6 +11,7 @@ to take part in it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import shardweave.errors
 from shardweave.errors import ShardweaveError, TransportError, TransportTimeoutError
 from shardweave.layout.layout import format_ranks
+from shardweave.refit.waiting import Asker
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -77,7 +79,9 @@ class Ended(Exception):  # noqa: N818 - no error: it says how a turn ended
 class Meeting:
     """One rank's seat among those that meet in a store."""
 
-    def __init__(self, *, store: Store, ranks: Sequence[int], rank: int, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, *, store: Store, ranks: Sequence[int], rank: int, instance: str, timeout_s: float = 60.0
+    ) -> None:
         """Take a seat.
 
         Args:
@@ -85,28 +89,56 @@ class Meeting:
                 around one that is shared.
             ranks: All that take part, the same on each.
             rank: This one.
+            instance: Of this process, so that a restarted one is told from the one before it.
             timeout_s: The longest that any wait takes.
+
+        Attributes:
+            turn: The number of the turn; -1 before the first.
+            has_voted: Whether the turn may be committed without anything further from this rank.
         """
-        self.ranks, self.rank, self.timeout_s = tuple(ranks), rank, timeout_s
+        self.ranks, self.rank, self.instance, self.timeout_s = tuple(ranks), rank, instance, timeout_s
+        self.turn, self.has_voted = -1, False
         self._store: Any = store  # its stub knows no bytes
-        self.turn = -1
+        self._asker = Asker()
         self._mine: list[str] = []
 
-    def open(self) -> int:
+    def open(self, *, kind: str = AGAIN) -> int:
         """Take part in the turn that is open; returns its number.
 
+        A rank takes part in a turn once, and as one process: what it said there commits it. Where it was
+        interrupted, or is started again, in the middle of a turn, it ends that turn and opens the next.
+
+        Args:
+            kind: How it ends it.
+
         Raises:
-            TransportError: The store does not answer.
+            TransportError, TransportTimeoutError: The store does not answer.
         """
+        while True:
+            turn: int = self._ask(self._first)
+            seat = f"{turn}/seat/{self.rank}"
+            taken = self._once(seat, self.instance).decode()
+            left, self.turn = self.turn == turn, turn
+            if taken == self.instance and not left:
+                break
+            self.end(self._twice(taken), kind=kind)
+        self._mine.append(seat)
+        self.has_voted = False
+        return turn
 
-        def first() -> int:
-            turn = int(self._store.get("turn")) if self._store.check(["turn"]) else 0
-            while self._store.check([f"{turn}/outcome"]):
-                turn += 1
-            return turn
+    def _first(self) -> int:
+        turn = int(self._store.get("turn")) if self._store.check(["turn"]) else 0
+        while self._store.check([f"{turn}/outcome"]):
+            turn += 1
+        return turn
 
-        self.turn = self._ask(first)
-        return self.turn
+    def _twice(self, taken: str) -> TransportError:
+        return TransportError(
+            "a rank takes part in a turn once, as one process",
+            where=f"rank {self.rank}, turn {self.turn}",
+            equation=f"process({self.instance}) comes where process({taken}) took part",
+            hint="nothing, if this rank was interrupted or started again; else two processes have one rank",
+        )
 
     def exchange(self, phase: str, value: bytes) -> dict[int, bytes]:
         """Say something and hear what every rank says. Returns on no rank before all have said it.
@@ -144,6 +176,7 @@ class Meeting:
         Raises:
             TransportError: The store does not answer, so that the outcome is not known here.
         """
+        self.has_voted = True
         self.say(f"vote/{self.rank}", b"ready")
         ended = self._wait("vote", self._keys("vote"))
         return ended or self._settle(Outcome(COMMIT, self.rank))
@@ -154,17 +187,19 @@ class Meeting:
 
     def outcome(self) -> Outcome | None:
         """How the turn ended, if it has."""
-        key = f"{self.turn}/outcome"
-
-        found: bytes = self._ask(lambda: self._store.get(key) if self._store.check([key]) else b"")
+        found = self.heard("outcome")
         return Outcome.decode(found) if found else None
 
     def _settle(self, wanted: Outcome) -> Outcome:
-        key = f"{self.turn}/outcome"
-
-        found: bytes = self._ask(lambda: self._store.compare_set(key, "", bytes(wanted).decode()))
-        self._ask(lambda: self._store.set("turn", str(self.turn + 1).encode()))
+        found = self._once(f"{self.turn}/outcome", bytes(wanted).decode())
+        with contextlib.suppress(ShardweaveError):  # where to begin to look for the next turn, no more
+            self._ask(lambda: self._store.set("turn", str(self.turn + 1).encode()))
         return Outcome.decode(found)
+
+    def _once(self, key: str, value: str) -> bytes:
+        """Write a key that is written once; returns what was written."""
+        found: bytes = self._ask(lambda: self._store.compare_set(key, "", value))
+        return found
 
     # --- what is said once and read by its name ---
 
@@ -244,16 +279,15 @@ class Meeting:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
-            return question()
-        except ShardweaveError:
-            raise
+            return self._asker.ask(question, within_s=self.timeout_s)
         except (RuntimeError, OSError, ValueError) as error:
-            raise TransportError(
+            late = isinstance(error, TimeoutError)
+            raise (TransportTimeoutError if late else TransportError)(
                 "the store of a refit answers",
                 where=f"rank {self.rank}, turn {self.turn}",
                 equation=f"{type(error).__name__}: {error!s:.200}",
-                hint="the process that serves the store is gone; start a session with a new store. What is "
-                "served is unchanged unless this rank had voted, in which case its version is unknown",
+                hint="the process that serves the store is gone or stalls; start a session with a new store. "
+                "What is served is unchanged, unless this rank had voted: then its version is unknown",
             ) from error
 
 

@@ -44,15 +44,18 @@ class Receiver:
         """The version that is served whole; ``None`` before the first.
 
         Raises:
-            PlanError: The store was lost between this rank's vote and the outcome: other ranks may serve the
-                next version. The next ``receive`` that succeeds ends that.
+            PlanError: It cannot be known: the store was lost between this rank's vote and the outcome, so
+                that others may serve the next version; or arrays are not as the last commit left them. The
+                next ``receive`` that succeeds ends that.
         """
-        if self._is_in_doubt:
+        if self._is_in_doubt or (broken := self.target.broken()):
             raise PlanError(
                 "a receiver knows which version it serves",
                 where=f"rank {self.session.rank}",
-                equation=f"this rank serves version({self._version}), others may serve the next",
-                hint="stop serving, start a session with a new store, and receive again",
+                equation=f"version({self._version}) or the next, whose outcome was lost"
+                if self._is_in_doubt
+                else f"{broken!r} was changed since version({self._version}) was committed",
+                hint="stop serving, and receive again; with a new store, if that is what was lost",
             )
         return self._version
 
@@ -65,18 +68,16 @@ class Receiver:
             ShardweaveError: As ``Publisher.publish``; the same class on every rank.
         """
         part = Part(
-            None if self._is_in_doubt else self._version,
+            self._version,
             target=self.target,
             subset=self._subset,
             allow_casts=self._allow_casts,
+            in_doubt=self._is_in_doubt or bool(self.target.broken()),
         )
         try:
-            done = self.session.run(part)
-        except BaseException:
-            self._is_in_doubt |= part.in_doubt
-            raise
-        self._version, self._is_in_doubt = done.version, False
-        return done
+            return self.session.run(part)
+        finally:
+            self._version, self._is_in_doubt = part.version, part.in_doubt
 
     def close(self) -> None:
         """Close the session."""

@@ -4,7 +4,8 @@ A turn has five steps, and an outcome that is decided once (see ``meeting``):
 
 1. *hello*: who is there, which version is offered, which is served, which layouts. Every rank concludes
    the same world of it, plans and proves it where it is new, and refuses it where it is not sound.
-2. *seal*: publishers say what the content that they are about to send comes to; receivers have room.
+2. *seal*: publishers say what the content that they are about to send comes to, and what replicas of it
+   come to; receivers have room.
 3. *stage*: the copies, into arrays that nobody serves.
 4. *verify*: what arrived comes to what was sealed; the engine derives what it makes of it.
 5. *vote*: once every rank is ready the turn is committed, and receivers serve what they staged.
@@ -25,15 +26,16 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from shardweave import __version__
-from shardweave.errors import DigestError, GeometryError, PlanError, ShardweaveError
+from shardweave.errors import DigestError, GeometryError, PlanError, ShardweaveError, TransportError
 from shardweave.layout import Layout
 from shardweave.move import MEMORY_BYTES, Schedule, Transport, replay, schedule
 from shardweave.move.executor import Progress
-from shardweave.refit import values, verify
+from shardweave.refit import replicas, values, verify
 from shardweave.refit.meeting import ABORT, AGAIN, COMMIT, Ended, Meeting, Outcome, named
 from shardweave.refit.sources import Source
 from shardweave.refit.target import Target
 from shardweave.refit.transports import Maker, maker
+from shardweave.refit.waiting import uninterrupted
 from shardweave.refit.world import Hello, Way, World, Worlds, decode_hello, encode_hello, manifest_of
 
 if TYPE_CHECKING:
@@ -75,13 +77,13 @@ class Part:
     """What one rank brings to a turn.
 
     Attributes:
-        version: What a publisher offers, and what a receiver serves.
+        version: What a publisher offers, and what a receiver serves; the session counts it up on commit.
         source: What a publisher has.
         target: Where a receiver puts it.
         subset, allow_casts: Of a receiver, as in ``Hello``.
+        in_doubt: Of a receiver: it cannot know which version it serves, or serves none whole.
         published: Of a publisher: what its version came to when it was published before, by way.
         sealed: Of a publisher: what it comes to in this turn.
-        in_doubt: Of a receiver: the turn may have been committed, and this rank cannot know.
     """
 
     version: int | None
@@ -89,9 +91,9 @@ class Part:
     target: Target | None = None
     subset: bool = False
     allow_casts: bool = False
+    in_doubt: bool = False
     published: Mapping[str, verify.Sums] = field(default_factory=dict)
     sealed: dict[str, verify.Sums] = field(default_factory=dict)
-    in_doubt: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -104,6 +106,19 @@ class Part:
     def arrays(self) -> Arrays:
         """What a publisher has; nothing of a receiver."""
         return {} if self.source is None else self.source.arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """What one rank has done of a turn before its vote.
+
+    Attributes:
+        done: What it comes to once the turn is committed.
+        is_staged: Whether this rank has staged something to serve.
+    """
+
+    done: Refit
+    is_staged: bool
 
 
 class Session:
@@ -153,6 +168,9 @@ class Session:
         self._schedules: dict[str, Schedule] = {}
         self._landing: dict[str, torch.Tensor] = {}
         self._worlds = Worlds(ranks_per_node=ranks_per_node)
+        self._meeting = Meeting(
+            store=self._store, ranks=(), rank=rank, instance=self._instance, timeout_s=timeout_s
+        )
         self.change(publishers=publishers, receivers=receivers)
 
     def change(self, *, publishers: Sequence[int], receivers: Sequence[int]) -> None:
@@ -175,7 +193,7 @@ class Session:
             )
         said = (self.publishers, self.receivers, self._worlds.ranks_per_node, *self._shared_options)
         self._options = blake2b(repr(said).encode(), digest_size=8).hexdigest()
-        self._meeting = Meeting(store=self._store, ranks=everybody, rank=self.rank, timeout_s=self.timeout_s)
+        self._meeting.ranks = tuple(everybody)
         self._close_transport()
 
     def close(self) -> None:
@@ -208,62 +226,84 @@ class Session:
 
     def _turn(self, part: Part, clock: _Clock, *, last: bool) -> Refit | Outcome:
         """One turn: what it came to, or how it ended instead."""
-        meeting, part.in_doubt = self._meeting, False
-        turn = meeting.open()
+        meeting, brought, failure = self._meeting, None, None
+        turn = meeting.open(kind=ABORT if last else AGAIN)
         try:
-            with clock("hello"):
-                world = self._conclude(part)
-            meeting.clear()  # all are in this turn, so nobody reads what was said in earlier ones
-            moved, copies, mine = _NO_MOVE, 0, None
-            if world.ways:
-                with clock("seal"):
-                    steps = [self._schedule(way) for way in world.ways]
-                    mine = next((way for way in world.ways if self.rank in way.engine.mesh.ranks), None)
-                    copies = sum(len(s.local) + sum(map(len, s.rounds)) for s in steps)
-                    if world.is_new_group:
-                        self._make_transport(turn)
-                    landed = self._room(part.target, mine)
-                    endpoints = self._seal(part, world.ways, steps)
-                with clock("stage"):
-                    moved = self._move(part, steps, landed, endpoints)
-                if mine is not None and part.target is not None:
-                    with clock("verify"):
-                        self._verify(mine, landed)
-                    with clock("derive"):
-                        values.apply(mine.steps, self.rank, landed, part.target.stage())
-                        part.target.derive()
-            else:
-                self._check_content(part)
+            brought = self._bring(part, clock, turn)
             with clock("vote"):
-                part.in_doubt = mine is not None
                 outcome = meeting.decide()
-                part.in_doubt = False
         except Ended as ended:
             outcome = ended.outcome
         except BaseException as error:
-            if part.in_doubt:
-                raise
-            outcome = self._tell(error, AGAIN if isinstance(error, DigestError) and not last else ABORT)
-            if outcome.kind == ABORT:
-                self._clean(part)
-                if outcome.error is None or not isinstance(error, Exception):
-                    raise
-                self._note(part, outcome.error)
-                raise outcome.error from error
+            failure = error
+            again = isinstance(error, DigestError) and not last
+            outcome = self._tell(part, error, AGAIN if again else ABORT, brought)
         if outcome.kind == COMMIT:
-            if mine is not None and part.target is not None:
-                with clock("commit"):
-                    part.target.commit()
-            return Refit(world.version, turn, bool(world.ways), 1, *moved, copies)
-        self._clean(part)
-        return self._explained(part, outcome)
+            assert brought is not None  # a commit has the vote of every rank
+            with clock("commit"):
+                self._commit(part, brought)
+        else:
+            self._clean(part)
+            if failure is None:
+                outcome = self._explained(part, outcome)
+            elif outcome.error is not None and outcome.error is not failure:
+                outcome.error.__cause__ = failure
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        return brought.done if outcome.kind == COMMIT and brought is not None else outcome
 
-    def _tell(self, error: BaseException, kind: str) -> Outcome:
+    def _bring(self, part: Part, clock: _Clock, turn: int) -> _Brought:
+        """A turn up to the vote."""
+        meeting = self._meeting
+        with clock("hello"):
+            world = self._conclude(part)
+        meeting.clear()  # all are in this turn, so nobody reads what was said in earlier ones
+        if not world.ways:
+            self._check_content(part)
+            return _Brought(Refit(world.version, turn, False), is_staged=False)
+        with clock("seal"):
+            steps = [self._schedule(way) for way in world.ways]
+            mine = next((way for way in world.ways if self.rank in way.engine.mesh.ranks), None)
+            copies = sum(len(s.local) + sum(map(len, s.rounds)) for s in steps)
+            if world.is_new_group:
+                self._make_transport(turn)
+            landed = self._room(part.target, mine)
+            endpoints = self._seal(part, world.ways, steps)
+        with clock("stage"):
+            moved = self._move(part, steps, landed, endpoints)
+        if mine is not None and part.target is not None:
+            with clock("verify"):
+                self._verify(mine, landed)
+            with clock("derive"):
+                values.apply(mine.steps, self.rank, landed, part.target.stage())
+                part.target.derive()
+        return _Brought(Refit(world.version, turn, True, 1, *moved, copies), is_staged=mine is not None)
+
+    def _tell(self, part: Part, error: BaseException, kind: str, brought: _Brought | None) -> Outcome:
         """End the turn for everybody with an error of this rank, unless it has ended; how it ended."""
         try:
             return self._meeting.end(error, kind=kind)
-        except ShardweaveError:  # without a store nobody can be told
+        except ShardweaveError:  # without a store nobody can be told, and nobody tells this rank
+            part.in_doubt |= self._meeting.has_voted and brought is not None and brought.is_staged
             return Outcome(ABORT, self.rank, named(error, self.rank))
+
+    def _commit(self, part: Part, brought: _Brought) -> None:
+        """Serve what was staged. All others do."""
+        if not brought.is_staged or part.target is None:
+            return
+        with uninterrupted():  # half of it would be a mixture
+            part.in_doubt = True
+            try:
+                part.target.commit()
+            except Exception as error:
+                raise TransportError(
+                    "what was staged is served without fail",
+                    where=f"rank {self.rank}, version {brought.done.version}",
+                    equation=f"{type(error).__name__}: {error}"[:400],
+                    hint="the other receivers serve it: stop serving here, mend what is reported, and "
+                    "receive again",
+                ) from error
+            part.version, part.in_doubt = brought.done.version, False
 
     def _clean(self, part: Part) -> None:
         # Messages of a turn that broke off may still be under way: they must not meet those of the next.
@@ -277,7 +317,7 @@ class Session:
             self._instance,
             self._options,
             self._meeting.put(manifest_of(part.layout)),
-            part.version,
+            None if part.in_doubt else part.version,
             self._group,
             part.subset,
             part.allow_casts,
@@ -318,9 +358,14 @@ class Session:
     def _seal(self, part: Part, ways: Sequence[Way], steps: Sequence[Schedule]) -> dict[int, bytes]:
         """Say what is going to be sent, and hear that everybody is ready; the endpoints to read from."""
         meeting, endpoint = self._meeting, b""
+        sources = list(dict.fromkeys(way.plan.src for way in ways))
+        shared: dict[str, str] = {}
         if part.source is not None:
             assert self._transport is not None
             endpoint = self._transport.offer(part.arrays)
+            taken = replicas.take(sources, self.rank, part.arrays)
+            meeting.say(f"shared/{self.rank}", replicas.encode(taken))
+            shared = replicas.digests(taken)
             self._check_content(part)
             for way, mine in zip(ways, steps, strict=True):
                 part.sealed[way.key] = sums = verify.sums(mine, part.arrays, side="src")
@@ -328,9 +373,9 @@ class Session:
                     theirs = {pair: found for pair, found in sums.items() if pair[0] == peer}
                     meeting.say(f"seal/{way.key}/{self.rank}/{peer}", verify.encode(theirs))
         digests = [each.digest for each in steps]
-        said = meeting.exchange("ready", json.dumps([digests, meeting.put(endpoint)]).encode())
+        said = meeting.exchange("ready", json.dumps([digests, meeting.put(endpoint), shared]).encode())
         ready = {rank: json.loads(text) for rank, text in said.items()}
-        for rank, (others, _) in ready.items():
+        for rank, (others, *_) in ready.items():
             if others != digests:
                 raise PlanError(
                     "all ranks of a refit have the same plans",
@@ -338,14 +383,17 @@ class Session:
                     equation=f"digests({digests}) != digests({others})",
                     hint="install the same versions of shardweave and numpy on all ranks",
                 )
-        sources = {
+        if pair := replicas.differing({rank: shared for rank, (*_, shared) in ready.items()}):
+            a, b = ((rank, meeting.heard(f"shared/{rank}")) for rank in pair)
+            replicas.refuse(sources, a, b)
+        senders = {
             copy.src_rank
             for each in steps
             for copies in each.rounds
             for copy in copies
             if copy.dst_rank == self.rank
         }
-        return {rank: meeting.get(ready[rank][1]) for rank in sources}
+        return {rank: meeting.get(ready[rank][1]) for rank in senders}
 
     def _move(
         self, part: Part, steps: Sequence[Schedule], landed: Arrays, endpoints: Mapping[int, bytes]

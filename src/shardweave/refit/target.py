@@ -55,6 +55,10 @@ class Target(Protocol):
         """Forget what was staged."""
         ...
 
+    def broken(self) -> str:
+        """What is no longer as the last commit left it, by name, or nothing. A cheap look, not a proof."""
+        ...
+
 
 class Buffers:
     """The arrays of one rank, filled by copying what was staged into them."""
@@ -86,6 +90,7 @@ class Buffers:
         self._live = Source(layout, tensors(arrays), rank).arrays  # which checks that they are the rank's
         self._staged: dict[str, torch.Tensor] = {}
         self._memory_bytes, self._spill = memory_bytes, spill
+        self._committed: dict[str, tuple[int, ...]] = {}
 
     def stage(self) -> Mapping[str, torch.Tensor]:
         """See ``Target.stage``. The same arrays every time: memory that was touched once is faster."""
@@ -109,9 +114,14 @@ class Buffers:
         """See ``Target.commit``."""
         for name, live in self._live.items():
             live.copy_(self._staged[name])
+            self._committed[name] = _state(live)
 
     def discard(self) -> None:
         """See ``Target.discard``. The memory is kept for the next version."""
+
+    def broken(self) -> str:
+        """See ``Target.broken``: an array that torch wrote to since, or whose memory is other memory."""
+        return next((name for name, was in self._committed.items() if _state(self._live[name]) != was), "")
 
     def _in_file(self, name: str, live: torch.Tensor) -> torch.Tensor:
         if self._spill is None:
@@ -141,3 +151,9 @@ class Buffers:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_SEQUENTIAL)
         return torch.frombuffer(memory, dtype=live.dtype).view(live.shape)
+
+
+def _state(array: torch.Tensor) -> tuple[int, ...]:
+    """What changes when memory is given back, or written to through a tensor that shares it."""
+    written = 0 if array.is_inference() else array._version
+    return array.data_ptr(), array.untyped_storage().nbytes(), written

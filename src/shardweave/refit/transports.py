@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardweave.errors import GeometryError
 from shardweave.move import CollectiveTransport, NixlTransport, SharedTransport, Transport, process_group
+from shardweave.refit.waiting import Asker
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -28,7 +29,11 @@ class Maker(Protocol):
 
 
 def _gloo(*, store: Store, ranks: Sequence[int], rank: int, timeout_s: float) -> Transport:
-    group = process_group(store=store, ranks=ranks, rank=rank, backend="gloo", timeout_s=timeout_s)
+    # It reads the store where no bound holds.
+    group = Asker().ask(
+        lambda: process_group(store=store, ranks=ranks, rank=rank, backend="gloo", timeout_s=timeout_s),
+        within_s=2 * timeout_s,
+    )
     return CollectiveTransport(group=group, ranks=ranks, timeout_s=timeout_s)
 
 
