@@ -61,6 +61,7 @@ DEPLOYMENT: Config = {
 # --- the cases ----------------------------------------------------------------------------------
 
 ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -97,6 +98,30 @@ def config(family: str, layers: int, hidden: int, heads: int, kv: int, head_dim:
 def moe(layers: int, experts: int, expert_ffn: int, **more: Any) -> dict[str, Any]:
     given = {"num_experts": experts, "moe_intermediate_size": expert_ffn, "num_experts_per_tok": 2}
     return config("qwen3_moe", layers, 20, 8, 4, 4, 56, 71, **given, **more)
+
+
+def latent(layers: int, heads: int, further: int = 0, **more: Any) -> dict[str, Any]:
+    """A DeepSeek config; every size differs from those that it meets."""
+    given: dict[str, Any] = {
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "moe_intermediate_size": 24,
+        "n_group": 5,
+        "n_routed_experts": 10,
+        "n_shared_experts": 3,
+        "num_experts_per_tok": 4,
+        "num_nextn_predict_layers": further,
+        "q_lora_rank": 22,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "scoring_func": "sigmoid",
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 5,
+    }
+    found = config("deepseek_v3", layers, 20, heads, heads, 4, 56, 71, **{**given, **more})
+    del found["head_dim"]
+    return found
 
 
 def nas_layer(group: int | None, ffn: float | None) -> dict[str, Any]:
@@ -154,6 +179,15 @@ def cases() -> Iterator[tuple[str, Config, Config]]:
         config("mixtral", 3, 20, 8, 4, 4, 24, 71, **routed, **tied),
         {"tp": 2, "pp": 2},
     )
+    yield "latent attention, tp 4 over experts", latent(2, 12), {"tp": 4}
+    yield "latent attention, plain queries, tp 2, pp 3", latent(7, 6, q_lora_rank=None), {"tp": 2, "pp": 3}
+    yield (
+        "latent attention, layers for further tokens, ep 2 * 2 over dp",
+        latent(2, 6, 2),
+        {"tp": 2, "dp": 2, **ep},
+    )
+    model = latent(1, 6, first_k_dense_replace=0, n_shared_experts=1)
+    yield "latent attention, 10 experts and 2 redundant, ep 2", model, {"tp": 2, **ep, "redundant_experts": 2}
 
 
 def refusals() -> Iterator[tuple[str, Config, Config]]:
@@ -168,6 +202,9 @@ def refusals() -> Iterator[tuple[str, Config, Config]]:
     yield "redundant experts that do not divide", moe(1, 10, 22), given
     model = config("llama", 5, 12, 6, 2, 2, 16, 131)
     yield "layers over explicit stages", model, {"pp": 2, "layer_partition": [4, 2]}
+    yield "latent heads over ranks", latent(1, 6), {"tp": 4}
+    yield "biases of latent attention", latent(1, 6, attention_bias=True), {"tp": 2}
+    yield "a tied head beside latent attention", latent(1, 6, tie_word_embeddings=True), {"tp": 2}
     model = config("qwen3", 1, 12, 6, 2, 2, 16, 131, attention_bias=True)
     yield "an o_proj bias that the class does not have", model, {"tp": 2}
     yield "a head dim that the class does not read", config("qwen2", 1, 12, 6, 2, 4, 16, 131), {"tp": 2}
@@ -178,6 +215,8 @@ def refusals() -> Iterator[tuple[str, Config, Config]]:
 
 def checkpoint(model: Config) -> dict[str, np.ndarray]:
     """The tensors of a model under their Hugging Face names; element by element 1, 2, 3, ..."""
+    if model["model_type"] == "deepseek_v3":
+        return marked(latent_shapes(model))
     layers, hidden, vocab = (model[k] for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
     heads, d = model["num_attention_heads"], model["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -229,6 +268,60 @@ def checkpoint(model: Config) -> dict[str, np.ndarray]:
     shapes["model.norm.weight"] = (hidden,)
     if not model["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
+    return marked(shapes)
+
+
+def latent_shapes(model: Config) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of DeepSeek-V3's files, layers for further tokens and their copies included."""
+    hidden, heads, rank = (model[k] for k in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
+    nope, rope, v = (model[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    experts, ffn, last = (
+        model[k] for k in ("n_routed_experts", "moe_intermediate_size", "num_hidden_layers")
+    )
+    table = {"embed_tokens": (model["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {f"model.{name}.weight": shape for name, shape in table.items()}
+    for i in range(last + model["num_nextn_predict_layers"]):
+        q_rank = model["q_lora_rank"]
+        found: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.kv_a_proj_with_mqa": (rank + rope, hidden),
+            "self_attn.kv_a_layernorm": (rank,),
+            "self_attn.kv_b_proj": (heads * (nope + v), rank),
+            "self_attn.o_proj": (hidden, heads * v),
+        }
+        if q_rank is None:
+            found["self_attn.q_proj"] = (heads * (nope + rope), hidden)
+        else:
+            found["self_attn.q_a_proj"] = (q_rank, hidden)
+            found["self_attn.q_a_layernorm"] = (q_rank,)
+            found["self_attn.q_b_proj"] = (heads * (nope + rope), q_rank)
+        modules = {"mlp": model["intermediate_size"]}
+        if i >= model["first_k_dense_replace"]:
+            found["mlp.gate"] = (experts, hidden)
+            modules = {f"mlp.experts.{e}": ffn for e in range(experts)}
+            modules["mlp.shared_experts"] = ffn * model["n_shared_experts"]
+        for module, rows in modules.items():
+            found |= {f"{module}.gate_proj": (rows, hidden), f"{module}.up_proj": (rows, hidden)}
+            found[f"{module}.down_proj"] = (hidden, rows)
+        if i >= last:
+            found |= {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+            found |= {"shared_head.norm": (hidden,), "shared_head.head": (model["vocab_size"], hidden)}
+            found |= table
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in found.items()}
+        if "mlp.gate" in found:
+            shapes[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] = (experts,)
+        if model.get("attention_bias"):
+            biased = [f"self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+            shapes |= {f"model.layers.{i}.{n}.bias": found[n][:1] for n in biased if n in found}
+    shapes["model.norm.weight"] = (hidden,)
+    if not model["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (model["vocab_size"], hidden)
+    return shapes
+
+
+def marked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Tensors of these shapes, element by element 1, 2, 3, ..."""
     ends = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes.values())])
     assert ends[-1] < 2**24, "a marker is a whole number in float32"
     return {

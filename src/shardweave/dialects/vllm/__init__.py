@@ -3,6 +3,7 @@
 Linear layers are cut over ``tp``. Fused ones are cut first and fused after: ``qkv_proj`` is a slice
 of Q, of K and of V, and ranks beyond the number of KV heads repeat them. Experts are stacked, and
 belong to all ``tp * dp`` ranks of a stage: by rows, or by whole experts under expert parallelism.
+Latent attention is whole on the way down, where its two parts are fused, and cut by heads on the way up.
 The vocabulary is padded, then cut, by one rule for the embedding and the head.
 
 After loading an engine may pack, transpose or drop these parameters; that form is the engine's own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from shardweave.dialects.vllm import gdn, mamba
+from shardweave.dialects.vllm import gdn, mamba, mla
 from shardweave.dialects.vllm.checks import ENDS_EVERYWHERE, NAMES, check_model, check_roles, check_shape
 from shardweave.dialects.vllm.rules import (
     VOCAB_MULTIPLE,
@@ -62,6 +62,8 @@ def layout(
 ) -> Layout:
     """The parameters that every rank of a vLLM deployment holds while weights are loaded.
 
+    Layers for further tokens are left out: vLLM skips them here, and serves them as a model of their own.
+
     Args:
         model: The logical tensors.
         mesh: The ranks, from ``mesh()``.
@@ -101,7 +103,7 @@ def layout(
         dtype=dtype,
     )
     rules: list[BufferRule] = []
-    for block in model.blocks:
+    for block in model.decoder.blocks:
         if block.kind not in _KINDS:
             raise ModelError(
                 "every block of a model is of a kind that vLLM's rules cover",
@@ -243,6 +245,10 @@ def _moe(block: Block, world: World) -> Iterator[BufferRule]:
         stacked=(1, 2, 3),
     )
     yield held_whole(block, "router", world)
+    if "router_bias" in block.tensors:
+        bias = block.tensors["router_bias"]
+        check_shape(bias, num)
+        yield world.rule(bias.name, [Part(bias)], layers, *bias.dims[1:], dtype=bias.dtype)
 
 
 def _gate_up(ffn: int, parts: int, rank: int, multiple: int) -> Dim:
@@ -264,8 +270,9 @@ _KINDS: Mapping[str, tuple[str, str, Callable[[Block, World], Iterator[BufferRul
     "delta": ("conv a_log dt_bias norm out", "qkvz+ba qkv+z+b+a", gdn.delta),
     "mamba": ("in conv a_log d dt_bias norm out", "in_bias+out_bias conv_bias", mamba.mixer),
     "plain_mlp": ("up down", "up_bias+down_bias", mamba.plain_mlp),
+    "mla": ("kv_a kv_a_norm kv_b o", "q q_a+q_a_norm+q_b", mla.latent),
     "mlp": ("gate up down", "gate_bias+up_bias down_bias", _mlp),
-    "moe": ("router gate up down", "", _moe),
+    "moe": ("router gate up down", "router_bias", _moe),
     "shared": ("gate up down", "router", _mlp),
     "final": ("norm", "", _final),
     "head": ("head", "", _head),
