@@ -1,8 +1,8 @@
 """A real vLLM engine on a CPU, refitted from the ranks of a Megatron job: run as a program by the tests.
 
-``python vllm_engine.py FOLDER CASE`` makes two tiny checkpoints in ``FOLDER``, starts an engine from one, and
-prints what it saw as one line of JSON. ``fresh`` in place of a case prints what an engine says that was started
-from the other checkpoint.
+``python vllm_engine.py FOLDER CASE live`` makes a tiny checkpoint in ``FOLDER``, starts an engine from it, and
+prints what it saw as one line of JSON. ``fresh`` in place of ``live`` prints what an engine says that was
+started from another checkpoint.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardweave.dialects import megatron
+from shardweave.errors import TransportError
 from shardweave.layout import Layout
 from shardweave.models import Model, from_config
 from shardweave.plan.simulate import materialise
 from shardweave.refit import Publisher, Session, Source
+from shardweave.refit.engines.vllm import BACKEND, WORKER, refit
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32", "hidden_size": 96,
@@ -156,16 +158,23 @@ class Trainer:
 
 
 def update(llm: Any, trainer: Trainer, version: int) -> list[str]:
-    """One refit; the errors of all sides, of the engine's first."""
+    """One refit; the errors of all sides, the engine's first."""
     errors: list[str] = []
     with trainer.publishing(version) as theirs:
-        llm.collective_rpc("start_weight_update")
         try:
-            llm.collective_rpc("update_weights", kwargs={"update_info": {}})
-            llm.collective_rpc("finish_weight_update")
-        except Exception as error:
+            assert refit(llm) == version
+        except TransportError as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors + theirs
+
+
+def update_by_steps(llm: Any, trainer: Trainer, version: int) -> list[str]:
+    """One refit by the calls that vLLM has for every backend."""
+    with trainer.publishing(version) as errors:
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", kwargs={"update_info": {}})
+        llm.collective_rpc("finish_weight_update")
+    return errors
 
 
 # --- what is done in the workers ----------------------------------------------------------------
@@ -222,8 +231,8 @@ def start(path: Path, name: str, tp: int) -> tuple[Any, Trainer]:
     llm = engine(
         path,
         tp=tp,
-        weight_transfer_config={"backend": "shardweave"},
-        worker_extension_cls="shardweave.refit.engines.vllm.engine.RefitWorker",
+        weight_transfer_config={"backend": BACKEND},
+        worker_extension_cls=WORKER,
     )
     store, transport = str(path.parent / f"store-{name}-{tp}"), "shared" if tp == 1 else "gloo"
     where = {"publishers": 4, "path": store, "transport": transport, "timeout_s": 60.0}
@@ -236,41 +245,31 @@ def run(folder: Path, name: str, tp: int) -> dict[str, Any]:
     one = checkpoint(folder, name, SEEDS[0])
     llm, trainer = start(one, name, tp)
     ask: Callable[..., Any] = llm.collective_rpc
-    found: dict[str, Any] = {"at start": said(llm), "caches": [ask(caches)], "parameters": [ask(parameters)]}
-    found["version at start"] = ask("refit_version")
+    found: dict[str, Any] = {"caches": [ask(caches)], "errors": []}
 
-    found["errors"] = update(llm, trainer, 0)
-    found["same weights"], found["audits"] = said(llm), ask("refit_audit")
-    found["parameters"].append(ask(parameters))
+    def note(what: str) -> None:
+        state = ask("refit_state")
+        found[what] = {"said": said(llm), "state": state, "parameters": ask(parameters)}
+        found[what]["audit"] = ask("refit_audit")
 
+    note("at start")
+    found["errors"] += update(llm, trainer, 0)
+    note("the same weights")
     trainer.step(SEEDS[1])
-    found["errors"] += update(llm, trainer, 1)
-    found["other weights"], found["version"] = said(llm), ask("refit_version")
-    found["audits"] += ask("refit_audit")
-
+    found["errors"] += update_by_steps(llm, trainer, 1)
+    note("other weights")
     trainer.step(SEEDS[0])
     ask(break_derivation)
     found["broken"] = update(llm, trainer, 2)
-    found["after broken"], found["version after broken"] = said(llm), ask("refit_version")
-
+    note("after a failure")
     found["errors"] += update(llm, trainer, 3)
-    found["first again"], found["version again"] = said(llm), ask("refit_version")
-    found["audits"] += ask("refit_audit")
-    found["parameters"].append(ask(parameters))
-
+    note("the first again")
     ask(write_in_place)
-    found["written in place"] = said(llm)
-    found["errors"] += update(llm, trainer, 4)
-
+    note("written in place")
     ask(reload_by_vllm, args=(str(one),))
-    found["reloaded by vLLM"] = said(llm)
-    try:
-        found["version after reload"] = ask("refit_version")
-    except Exception as error:
-        found["version after reload"] = str(error)
-    found["errors"] += update(llm, trainer, 5)
-    found["healed"], found["version healed"] = said(llm), ask("refit_version")
-    found["audits"] += ask("refit_audit")
+    note("reloaded by vLLM")
+    found["errors"] += update(llm, trainer, 4)
+    note("refitted after that")
     found["caches"].append(ask(caches))
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +168,7 @@ def prepare(pairs: Pairs, *, stay: bool = False) -> Exchange:
     steps: list[_Put | _Point | _Copy] = []
     seen: dict[int, Any] = {}
     given: set[int] = set()  # memory that becomes the live model's
-    spare: list[torch.Tensor] = []  # memory that it no longer needs
+    spare: list[torch.Tensor] = []  # memory that it no longer needs, likeliest first
     for node, key, value in pairs.changes():
         path = node.path if key is None else joined(node.path, key)
         if key is None:
@@ -187,7 +188,7 @@ def prepare(pairs: Pairs, *, stay: bool = False) -> Exchange:
         if kept.place is None:  # what holds it is among the changes, or gone
             continue
         live, now = _counterpart(kept), kept.twin.detach()
-        spare.append(live.detach())
+        spare.insert(0, live.detach())
         steps.append(_Point(kept.path, live, now))
         given.add(now.untyped_storage().data_ptr())
     memory = [
@@ -280,11 +281,13 @@ def differences(
         opaque: Names of classes whose objects say nothing about what they hold; passed over.
     """
     seen: set[tuple[int, int]] = set()
-    stack: list[tuple[str, Any, Any]] = [
-        (name, module, dict(twin.named_modules()).get(name)) for name, module in live.named_modules()
-    ][::-1]
-    while stack:
-        path, one, two = stack.pop()
+    others = dict(twin.named_modules())
+    # The modules first, so that what several lead to is called by its module's name.
+    queue: deque[tuple[str, Any, Any]] = deque(
+        (name, module, others.get(name)) for name, module in live.named_modules()
+    )
+    while queue:
+        path, one, two = queue.popleft()
         if one is two or (id(one), id(two)) in seen:
             continue
         seen.add((id(one), id(two)))
@@ -303,7 +306,7 @@ def differences(
                     yield Difference(
                         joined(path, name), f"only the {'served' if name in mine else 'second'} model has it"
                     )
-            stack.extend(
+            queue.extend(
                 (joined(path, name), mine[name], other[name])
                 for name in mine
                 if name in other and name not in ours

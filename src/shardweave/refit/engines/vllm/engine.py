@@ -5,7 +5,7 @@ Loaded by vLLM itself, in its workers: this module needs vllm to be imported, th
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -117,8 +117,18 @@ class ShardweaveEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receiver.receive()
 
     def finish_weight_update(self) -> None:
-        """See to it that the worker serves what was committed."""
-        served(self)
+        """See to it that the worker serves what was committed.
+
+        Raises:
+            ModelError: Something else has changed the model since.
+        """
+        if path := self.twin.broken():
+            raise ModelError(
+                "a worker serves what was committed",
+                where=f"rank {self.twin.rank}, {path!r}",
+                equation=f"changed since version({self.receiver.version})",
+                hint="nothing but a refit may load weights into this engine; refit again",
+            )
 
     def shutdown(self) -> None:
         """Leave the ranks. What is served stays."""
@@ -137,38 +147,47 @@ class ShardweaveEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._twin
 
 
-def served(engine: ShardweaveEngine) -> int | None:
-    """The version that a worker serves; ``None`` before the first.
-
-    Raises:
-        ModelError: The model is not what the last commit made it: something else has changed it since.
-        PlanError: It cannot be known; see ``Receiver.version``.
-    """
-    if path := engine.twin.broken():
-        raise ModelError(
-            "a worker serves what was committed",
-            where=f"rank {engine.twin.rank}, {path!r}",
-            equation=f"changed since version({engine.receiver.version})",
-            hint="nothing but a refit may load weights into this engine; refit again",
-        )
-    return engine.receiver.version
-
-
 class RefitWorker:
     """What a worker can be asked by name: give it to vLLM as ``worker_extension_cls``.
 
-    ``llm.collective_rpc("refit_version")`` is then a list with the version of each worker.
+    Nothing here raises, and every answer is plain. Where several workers raise, vLLM's executor reads the
+    first answer and leaves the others, which then answer the next call.
     """
 
     weight_transfer_engine: Any
 
-    def refit_version(self) -> int | None:
-        """The version that this worker serves. See ``served``."""
-        return served(self.weight_transfer_engine)
+    def refit(self) -> dict[str, Any]:
+        """Take part in one refit, and say what this worker serves. See ``refit_state``."""
+        try:
+            self.weight_transfer_engine.receive_weights(UpdateInfo())
+        except Exception as error:
+            return {**self.refit_state(), "error": f"{type(error).__name__}: {error}"}
+        return self.refit_state()
+
+    def refit_state(self) -> dict[str, Any]:
+        """What this worker serves.
+
+        Returns:
+            ``rank``: its rank in the refit. ``version``: what it serves, ``None`` before the first.
+            ``changed``: where the model is no longer what the last commit made it, or nothing. ``error``:
+            why the rest cannot be said, or why a refit failed; or nothing.
+        """
+        state: dict[str, Any] = {"rank": None, "version": None, "changed": "", "error": ""}
+        try:
+            engine = self.weight_transfer_engine
+            state |= {"rank": engine.twin.rank, "changed": engine.twin.broken()}
+            state |= {"version": engine.receiver.version}
+        except Exception as error:
+            state["error"] = f"{type(error).__name__}: {error}"
+        return state
 
     def refit_audit(self) -> dict[str, Any]:
-        """What deriving the served weights once more finds. See ``Twin.audit``."""
-        return asdict(self.weight_transfer_engine.twin.audit())
+        """What deriving the served weights once more finds: ``compared``, ``different``, ``error``."""
+        try:
+            audit = self.weight_transfer_engine.twin.audit()
+        except Exception as error:
+            return {"compared": 0, "different": [], "error": f"{type(error).__name__}: {error}"}
+        return {"compared": audit.compared, "different": list(audit.different), "error": ""}
 
 
 def _store(info: InitInfo) -> Any:
