@@ -17,13 +17,14 @@ what they served. Every wait has the session's bound.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardweave import __version__
 from shardweave.errors import DigestError, GeometryError, PlanError, ShardweaveError, TransportError
@@ -32,6 +33,7 @@ from shardweave.move import MEMORY_BYTES, Schedule, Transport, replay, schedule
 from shardweave.move.executor import Progress
 from shardweave.refit import replicas, values, verify
 from shardweave.refit.meeting import ABORT, AGAIN, COMMIT, Ended, Meeting, Outcome, named
+from shardweave.refit.notes import Notes, described
 from shardweave.refit.sources import Source
 from shardweave.refit.target import Target
 from shardweave.refit.transports import Maker, maker
@@ -84,6 +86,7 @@ class Part:
         in_doubt: Of a receiver: it cannot know which version it serves, or serves none whole.
         published: Of a publisher: what its version came to when it was published before, by way.
         sealed: Of a publisher: what it comes to in this turn.
+        way: Of a receiver: how content came to its engine, where it did.
     """
 
     version: int | None
@@ -94,6 +97,7 @@ class Part:
     in_doubt: bool = False
     published: Mapping[str, verify.Sums] = field(default_factory=dict)
     sealed: dict[str, verify.Sums] = field(default_factory=dict)
+    way: Way | None = None
 
     @property
     def layout(self) -> Layout:
@@ -164,6 +168,7 @@ class Session:
         self._progress, self._maker = progress, maker(transport)
         self._shared_options = (transport if isinstance(transport, str) else "own", memory_bytes, __version__)
         self._transport: Transport | None = None
+        self._notes: Notes | None = None  # for people
         self._group = -1
         self._schedules: dict[str, Schedule] = {}
         self._landing: dict[str, torch.Tensor] = {}
@@ -208,19 +213,37 @@ class Session:
         Raises:
             ShardweaveError: Why the version is not served; the same class on every rank.
         """
-        tries = 0
-        while True:
-            tries += 1
+        notes = self._come(part)
+        for tries in itertools.count(1):
             clock = _Clock()
-            done = self._turn(part, clock, last=tries > self.retries)
+            try:
+                done = self._turn(part, clock, last=tries > self.retries)
+                if not isinstance(done, Refit) and done.kind != AGAIN:
+                    assert done.error is not None
+                    raise done.error
+            except ShardweaveError as error:
+                turn = self._meeting.turn
+                notes.failed(error, turn=turn, version=part.version, in_doubt=part.in_doubt)
+                raise
             if isinstance(done, Refit):
                 done = replace(done, tries=tries, seconds=clock.seconds)
-                self._note(part, done)
+                notes.succeeded(done, part.way)
                 return done
-            if done.kind != AGAIN:
-                assert done.error is not None
-                self._note(part, done.error)
-                raise done.error
+        raise AssertionError("it is tried again for ever")
+
+    def _come(self, part: Part) -> Notes:
+        """The notes of this rank, which say from here on that it is there."""
+        if self._notes is None:
+            self._notes = Notes(
+                self._meeting.note,
+                rank=self.rank,
+                role="receiver" if part.source is None else "publisher",
+                layout=described(part.layout),
+                transport=str(self._shared_options[0]),
+                timeout_s=self.timeout_s,
+            )
+        self._notes.come(publishers=self.publishers, receivers=self.receivers)
+        return self._notes
 
     # --- a turn ---
 
@@ -263,7 +286,7 @@ class Session:
             return _Brought(Refit(world.version, turn, False), is_staged=False)
         with clock("seal"):
             steps = [self._schedule(way) for way in world.ways]
-            mine = next((way for way in world.ways if self.rank in way.engine.mesh.ranks), None)
+            mine = part.way = next((way for way in world.ways if self.rank in way.engine.mesh.ranks), None)
             copies = sum(len(s.local) + sum(map(len, s.rounds)) for s in steps)
             if world.is_new_group:
                 self._make_transport(turn)
@@ -466,22 +489,6 @@ class Session:
         if self._transport is not None:
             self._transport.close()
         self._transport, self._group = None, -1
-
-    # --- what people see ---
-
-    def _note(self, part: Part, result: Refit | ShardweaveError) -> None:
-        """What this rank did last, for ``refit.status``; it takes part in no decision."""
-        said: dict[str, Any] = {
-            "role": "publisher" if part.source is not None else "receiver",
-            "instance": self._instance,
-            "time": time.time(),
-        }
-        if isinstance(result, Refit):
-            said |= {name: getattr(result, name) for name in Refit.__slots__}
-        else:
-            said |= {"version": part.version, "error": str(result)}
-        with contextlib.suppress(ShardweaveError):
-            self._meeting.note(f"status/{self.rank}", json.dumps(said).encode())
 
 
 class _Clock:
