@@ -64,7 +64,7 @@ Cut = Callable[[int], "Dim"]
 
 def _megatron(rule: str, sizes: Sizes, tp: int, keys: dict[str, int]) -> Cut:
     from shardweave.dialects.megatron import fused_qkv
-    from shardweave.dialects.megatron.weights import halves
+    from shardweave.dialects.megatron.weight import halves
     from shardweave.layout import concat, even, whole
 
     if rule == "gate_up":

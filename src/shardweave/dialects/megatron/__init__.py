@@ -30,7 +30,8 @@ from shardweave.dialects.megatron.checkpoint import (
 )
 from shardweave.dialects.megatron.live import layout
 from shardweave.dialects.megatron.ranks import Stages, mesh, padded_vocab_size, stages
-from shardweave.dialects.megatron.weights import MTP_LAYERS, Weight, fused_qkv, weights
+from shardweave.dialects.megatron.weight import Weight
+from shardweave.dialects.megatron.weights import MTP_LAYERS, fused_qkv, weights
 
 __all__ = [
     "MTP_LAYERS",

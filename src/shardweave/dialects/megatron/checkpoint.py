@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
-from shardweave.dialects.megatron.weights import MTP_LAYERS, Weight, halves, rows, weights
+from shardweave.dialects.megatron.weight import Weight, halves, rows
+from shardweave.dialects.megatron.weights import MTP_LAYERS, weights
 from shardweave.dialects.names import match
 from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, even, whole
@@ -111,16 +112,17 @@ def _rule(model: Model, weight: Weight, layer_keys: str) -> BufferRule:
                 equation=f"it is on {len(weight.layers)} of {model.num_layers} layers: {weight.layers}",
                 hint="store unlike layers with layer_keys='per_layer' (Megatron's non-homogeneous layers)",
             )
-        return BufferRule(f"decoder.layers.{path}", weight.parts, dims, stacked=tuple(range(len(dims))))
+        stacked = tuple(range(len(dims)))
+        return BufferRule(f"decoder.layers.{path}", weight.parts, dims, stacked, transform=weight.transform)
     name = f"{weight.module}.layers.{{layer}}.{path}"
     first = model.num_layers if weight.further else 0
     behind = Dim(Run("", n - first, 1) for _, n in weight.layers)
     numbers = (("layer", behind),) if first else ()
     if layer_keys != "singleton":
         stacked = tuple(range(1, len(dims)))
-        return BufferRule(name, weight.parts, dims, stacked=stacked, numbers=numbers)
+        return BufferRule(name, weight.parts, dims, stacked, numbers, transform=weight.transform)
     name = name.replace("experts.experts.", "experts.experts.{expert}.")
-    return BufferRule(name, weight.parts, dims, numbers=numbers)
+    return BufferRule(name, weight.parts, dims, numbers=numbers, transform=weight.transform)
 
 
 def extra_states(model: Model, *, spec: str = "te", layer_keys: str = "stacked") -> Iterator[str]:
@@ -131,8 +133,14 @@ def extra_states(model: Model, *, spec: str = "te", layer_keys: str = "stacked")
 
     Source: megatron-core 0.16.1 for the local spec; for Transformer Engine, public reports of missing keys.
     """
+    seen: set[tuple[str, Dim]] = set()
     for weight in weights(model, spec=spec, stored=True):
-        module, _, kind = weight.path.rpartition(".")
+        # Of a weight that is stored by segments there is one module.
+        path, segment, _ = weight.path.partition(".weight.")
+        module, _, kind = (f"{path}.weight" if segment else weight.path).rpartition(".")
+        if segment and (module, weight.layers) in seen:
+            continue
+        seen.add((module, weight.layers))
         layered = bool(weight.parts[0].tensor.index)
         linear = kind == "weight" and layered and (weight.cut_dim is not None or ".linear_" in module)
         if linear:

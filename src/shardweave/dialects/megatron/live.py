@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardweave.dialects.megatron.ranks import Stages, layers_of, padded_vocab_size, stages
-from shardweave.dialects.megatron.weights import MTP_LAYERS, Weight, halves, only, weights
+from shardweave.dialects.megatron.weight import Weight, halves
+from shardweave.dialects.megatron.weights import MTP_LAYERS, only, weights
 from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Run, Sharded, along, even, whole
 from shardweave.models.spec import Model
@@ -131,4 +132,6 @@ def _layer_rule(
         one = "mlp.experts.local_experts.{expert}."
         path = path.replace("mlp.experts.", one) if experts == "sequential" else path + "{expert}"
     name = f"{prefix}{weight.module}.layers.{{layer}}.{path}"
-    return BufferRule(name, weight.parts, (*index, *shape), numbers=tuple(printed))
+    return BufferRule(
+        name, weight.parts, (*index, *shape), numbers=tuple(printed), transform=weight.transform
+    )

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator
+from dataclasses import replace
 
+from shardweave.dialects.megatron import gdn, mamba
+from shardweave.dialects.megatron.weight import Weight, by_heads, fused_of, halves, rows, weight_of
 from shardweave.errors import GeometryError
-from shardweave.layout import Dim, Part, Run, concat, even, pad, whole
+from shardweave.layout import Dim, Run, concat, even, pad, whole
 from shardweave.models.spec import Block, Model
-
-Cut = Callable[[Dim, int, int], Dim]
-"""A way of partitioning: from a dim, the number of parts and a part, to what the part holds."""
 
 MTP_LAYERS = ("transformer_layer", "mtp_model_layer")
 """What versions of Megatron call the layer within a layer for a further token, that of 0.16.1 first."""
-
-
-# --- cuts ---------------------------------------------------------------------------------------
-
-
-def rows(dim: Dim, parts: int, part: int) -> Dim:
-    """An even cut of raw rows or columns, whatever they mean."""
-    return even(dim, parts, part)
-
-
-def halves(dim: Dim, parts: int, part: int) -> Dim:
-    """Gate and up, stored one after the other, each cut on its own."""
-    return concat(*(even(even(dim, 2, half), parts, part) for half in (0, 1)))
 
 
 def fused_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Dim:
@@ -53,83 +39,6 @@ def fused_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Dim:
     )
 
 
-def by_heads(num_heads: int) -> Cut:
-    """An even cut of rows or columns that are whole heads, one after the other."""
-
-    def heads(dim: Dim, parts: int, part: int) -> Dim:
-        if num_heads % parts:
-            raise GeometryError(
-                "tp cuts latent attention by whole heads",
-                equation=f"num_heads({num_heads}) % tp({parts}) = {num_heads % parts} != 0",
-                hint="choose a tp that divides the heads; Megatron asks for it too",
-            )
-        return even(dim, parts, part)
-
-    return heads
-
-
-# --- weights ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A weight as Megatron knows it.
-
-    Attributes:
-        path: Its name below the layer ("self_attention.linear_qkv.weight").
-        parts: The tensors that it holds.
-        dims: What the whole weight holds of each dim of the shape, padding included.
-        cut_dim: The dim of the shape that ranks cut; ``None`` where every rank holds it whole.
-        cut: How they cut it.
-        layers: The layers that have it; empty outside the layers.
-        further: Whether these are layers for further tokens, which Megatron calls ``mtp`` and counts from 0.
-    """
-
-    path: str
-    parts: tuple[Part, ...]
-    dims: tuple[Dim, ...]
-    cut_dim: int | None = None
-    cut: Cut = rows
-    layers: Dim = Dim()  # noqa: RUF009 - a value, immutable
-    further: bool = False
-
-    @property
-    def expert(self) -> bool:
-        """Whether it is one of many experts, spread along ep and cut along etp."""
-        return len(self.parts[0].tensor.index) == 2
-
-    @property
-    def module(self) -> str:
-        """The module that has its layers."""
-        return "mtp" if self.further else "decoder"
-
-
-def _weight(block: Block, path: str, role: str, *, cut_dim: int | None = None) -> Iterator[Weight]:
-    """A weight of one tensor, where the block has it."""
-    if role in block.tensors:
-        tensor = block.tensors[role]
-        yield Weight(
-            path, (Part(tensor),), tuple(whole(n) for n in tensor.shape), cut_dim, layers=block.layers
-        )
-
-
-def _fused(block: Block, path: str, roles: Mapping[str, str], fused: Dim, cut: Cut) -> Iterator[Weight]:
-    """A weight of several tensors fused along their rows; ``roles`` maps labels to roles."""
-    present = [role for role in roles.values() if role in block.tensors]
-    if not present:
-        return
-    if len(present) != len(roles):
-        raise GeometryError(
-            "the parts of a fused weight come together",
-            where=f"weight {path!r}, layers {block.layers}",
-            equation=f"the model has {', '.join(present)} of {', '.join(roles.values())}",
-            hint="take the config of these weights; Megatron has no place for half of a fused weight",
-        )
-    parts = tuple(Part(block.tensors[role], label) for label, role in roles.items())
-    others = tuple(whole(n) for n in parts[0].tensor.shape[1:])
-    yield Weight(path, parts, (fused, *others), 0, cut, block.layers)
-
-
 _QKV = {"q": "q", "k": "k", "v": "v"}
 _QKV_BIAS = {"q": "q_bias", "k": "k_bias", "v": "v_bias"}
 _GATE_UP = {"gate": "gate", "up": "up"}
@@ -139,12 +48,12 @@ _GATE_UP_BIAS = {"gate": "gate_bias", "up": "up_bias"}
 def _attention(block: Block) -> Iterator[Weight]:
     sizes = block.sizes
     fused = fused_qkv(sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"])
-    yield from _fused(block, "self_attention.linear_qkv.weight", _QKV, fused, rows)
-    yield from _fused(block, "self_attention.linear_qkv.bias", _QKV_BIAS, fused, rows)
-    yield from _weight(block, "self_attention.linear_proj.weight", "o", cut_dim=1)
-    yield from _weight(block, "self_attention.linear_proj.bias", "o_bias")
-    yield from _weight(block, "self_attention.q_layernorm.weight", "q_norm")
-    yield from _weight(block, "self_attention.k_layernorm.weight", "k_norm")
+    yield from fused_of(block, "self_attention.linear_qkv.weight", _QKV, fused, rows)
+    yield from fused_of(block, "self_attention.linear_qkv.bias", _QKV_BIAS, fused, rows)
+    yield from weight_of(block, "self_attention.linear_proj.weight", "o", cut_dim=1)
+    yield from weight_of(block, "self_attention.linear_proj.bias", "o_bias")
+    yield from weight_of(block, "self_attention.q_layernorm.weight", "q_norm")
+    yield from weight_of(block, "self_attention.k_layernorm.weight", "k_norm")
 
 
 def _latent(block: Block, spec: str, down_proj: str) -> Iterator[Weight]:
@@ -181,7 +90,7 @@ def _latent(block: Block, spec: str, down_proj: str) -> Iterator[Weight]:
         ("linear_proj.weight", "o", 1),
     ]
     for path, role, cut_dim in rules:
-        for weight in _weight(block, attention + path, role, cut_dim=cut_dim):
+        for weight in weight_of(block, attention + path, role, cut_dim=cut_dim):
             yield weight if role in ("q_a", "kv_a") else replace(weight, cut=cut)
 
 
@@ -190,22 +99,22 @@ def _further(block: Block) -> Iterator[Weight]:
 
     Source: megatron-core 0.16.1, ``MultiTokenPredictionLayer``.
     """
-    yield from _weight(block, "enorm.weight", "embed_norm")
-    yield from _weight(block, "hnorm.weight", "hidden_norm")
-    yield from _weight(block, "eh_proj.weight", "proj", cut_dim=0)
-    yield from _weight(block, "final_layernorm.weight", "norm")
+    yield from weight_of(block, "enorm.weight", "embed_norm")
+    yield from weight_of(block, "hnorm.weight", "hidden_norm")
+    yield from weight_of(block, "eh_proj.weight", "proj", cut_dim=0)
+    yield from weight_of(block, "final_layernorm.weight", "norm")
 
 
 def _gated(block: Block, prefix: str) -> Iterator[Weight]:
     fused = concat(whole(block.sizes["ffn_size"], "gate"), whole(block.sizes["ffn_size"], "up"))
-    yield from _fused(block, f"{prefix}linear_fc1.weight", _GATE_UP, fused, halves)
-    yield from _fused(block, f"{prefix}linear_fc1.bias", _GATE_UP_BIAS, fused, halves)
-    yield from _weight(block, f"{prefix}linear_fc2.weight", "down", cut_dim=1)
-    yield from _weight(block, f"{prefix}linear_fc2.bias", "down_bias")
+    yield from fused_of(block, f"{prefix}linear_fc1.weight", _GATE_UP, fused, halves)
+    yield from fused_of(block, f"{prefix}linear_fc1.bias", _GATE_UP_BIAS, fused, halves)
+    yield from weight_of(block, f"{prefix}linear_fc2.weight", "down", cut_dim=1)
+    yield from weight_of(block, f"{prefix}linear_fc2.bias", "down_bias")
 
 
 def _vocabulary(block: Block, path: str, role: str, padded: int | None) -> Iterator[Weight]:
-    for weight in _weight(block, path, role, cut_dim=0):
+    for weight in weight_of(block, path, role, cut_dim=0):
         size = len(weight.dims[0])
         if padded is not None and padded < size:
             raise GeometryError(
@@ -250,6 +159,13 @@ def weights(
             equation=f"spec({spec!r}) is not te or local",
             hint="te for Transformer Engine's layers (the default), local for --transformer-impl local",
         )
+    if model.scaled:
+        raise GeometryError(
+            "Megatron stores weights whose values are their own",
+            where=f"model of {model.family}",
+            equation="its weights are float8_e4m3fn with scales of blocks",
+            hint="convert the weights to a dtype without scales first; Megatron scales otherwise",
+        )
     for block in model.blocks:
         found = _weights(model, block, spec, stored, padded_vocab, down_proj)
         if all(number < model.num_layers for _, number in block.layers):
@@ -271,19 +187,30 @@ def _weights(
             yield from _attention(block)
         case "mla":
             yield from _latent(block, spec, down_proj)
+        case "gated_attention":
+            yield from gdn.gated_attention(block)
+        case "delta":
+            yield from gdn.delta(block, spec, stored=stored)
+        case "mamba":
+            yield from mamba.mixer(block, spec, stored=stored)
+        case "plain_mlp":
+            yield from mamba.plain_mlp(block)
         case "mlp":
             yield from _gated(block, "mlp.")
         case "moe":
-            yield from _weight(block, "mlp.router.weight", "router")
-            yield from _weight(block, "mlp.router.expert_bias", "router_bias")
+            yield from weight_of(block, "mlp.router.weight", "router")
+            yield from weight_of(block, "mlp.router.expert_bias", "router_bias")
             yield from _gated(block, "mlp.experts.")
         case "shared":
             yield from _gated(block, "mlp.shared_experts.")
-            yield from _weight(block, "mlp.shared_experts.gate_weight", "router")
+            yield from weight_of(block, "mlp.shared_experts.gate_weight", "router")
         case "mtp":
             yield from _further(block)
         case "final":
-            yield from _weight(block, "decoder.final_layernorm.weight", "norm")
+            # Megatron's model of mixers is a class of its own, with another name for its last norm.
+            mixers = any(True for kind in ("mamba", "plain_mlp") for _ in model.of(kind))
+            name = "final_norm" if mixers else "final_layernorm"
+            yield from weight_of(block, f"decoder.{name}.weight", "norm")
         case "head":
             yield from _vocabulary(block, "output_layer.weight", "head", padded_vocab)
         case _:
@@ -296,20 +223,23 @@ def _weights(
 
 
 def _norms(model: Model, block: Block, spec: str, stored: bool) -> Iterator[Weight]:
-    having = {
-        kind: {n for other in model.of(kind) for _, n in other.layers} for kind in ("mla", "mlp", "moe")
-    }
+    kinds = ("mla", "delta", "mamba", "mlp", "plain_mlp", "moe")
+    having = {kind: {n for other in model.of(kind) for _, n in other.layers} for kind in kinds}
     every = {n for _, n in block.layers}
+    for kind, module in ("delta", "self_attention.in_proj"), ("mamba", "mixer.in_proj"):
+        yield from _on(having[kind], weight_of(block, f"{module}.layer_norm_weight", "input_norm"))
+    mixers = having["delta"] | having["mamba"]
     for latent, layers in (False, every - having["mla"]), (True, every & having["mla"]):
         # In a checkpoint the local spec calls its norms as if they were fused, but not with latent attention.
         renamed = stored and not latent
         fused = not latent and (spec == "te" or renamed)
         path = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-        yield from _on(layers, _weight(block, path, "input_norm"))
-        # Transformer Engine fuses the second norm into a dense MLP; before experts there is none to fuse it into.
-        for kind, fused in (("mlp", spec == "te" or renamed), ("moe", spec == "local" and renamed)):
+        yield from _on(layers - mixers, weight_of(block, path, "input_norm"))
+        # Transformer Engine fuses the second norm into a dense MLP; before experts there is nothing to fuse.
+        dense = spec == "te" or renamed
+        for kind, fused in ("mlp", dense), ("plain_mlp", dense), ("moe", spec == "local" and renamed):
             path = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
-            yield from _on(layers & having[kind], _weight(block, path, "post_attention_norm"))
+            yield from _on(layers & having[kind], weight_of(block, path, "post_attention_norm"))
 
 
 def _on(layers: Container[int], found: Iterator[Weight]) -> Iterator[Weight]:
