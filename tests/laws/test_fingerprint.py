@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -13,49 +14,54 @@ from numpy.typing import NDArray
 
 from shardweave.errors import DtypeError, FormatError, OutsideError
 from shardweave.layout import Box, Layout
+from shardweave.layout import fingerprint as module
 from shardweave.layout.fingerprint import (
+    BYTE_DIM,
     LANES,
     MODULUS,
     NOTHING,
     SEGMENT,
+    SEGMENT_DIM,
     Fingerprint,
     fingerprint,
+    fingerprints,
     held,
-    weights,
+    numbers,
+    places,
 )
 from shardweave.plan import materialise
 from shardweave.testing.strategies import layouts
 
-SEGMENT_DIM, CELL_DIM = 1 << 32, (1 << 32) + 1
 SIZES = (1, 2, 4, 8)
 each_size = pytest.mark.parametrize("size", SIZES)
 
 
+@pytest.fixture(params=["numpy", "torch"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What multiplies: the reference, and torch where it is loaded."""
+    if request.param == "numpy":
+        monkeypatch.setattr(module, "_is_exact", lambda torch: False)
+    else:
+        assert module._is_exact(torch)
+    return str(request.param)
+
+
 def number(key: int, dim: int, index: int) -> list[int]:
-    return weights(key, dim, np.array([index]))[0].tolist()
+    return [int(n) for n in numbers(key, dim, np.array([[index]]))[0, 0]]
 
 
 def by_definition(words: NDArray[np.generic], box: Box, key: int = 0) -> Fingerprint:
-    """The sum that the module states, element by element, in Python's integers."""
+    """The sum that the module states, byte by byte, in Python's integers."""
     size = words.dtype.itemsize
     lanes = [0] * LANES
     for place, index in zip(np.ndindex(words.shape), itertools.product(*box.dims), strict=True):
         *outer, column = index
-        word = int(words[place])
-        if size == 8:
-            cells = [(2 * column, word & 0xFFFFFFFF), (2 * column + 1, word >> 32)]
-        else:
-            group = 4 // size
-            cells = [(column // group, word << 8 * size * (column % group))]
-        for cell, value in cells:
-            signed = value - (1 << 32) if value >= 1 << 31 else value
-            numbers = [number(key, d, i) for d, i in enumerate(outer)]
-            numbers += [number(key, SEGMENT_DIM, cell // SEGMENT), number(key, CELL_DIM, cell % SEGMENT)]
+        for i, byte in enumerate(int(words[place]).to_bytes(size, "little")):
+            segment, at = divmod(column * size + i, SEGMENT)
+            factors = [number(key, d, n) for d, n in enumerate(outer)]
+            factors += [number(key, SEGMENT_DIM, segment), places(key)[at].tolist()]
             for lane in range(LANES):
-                weight = 1
-                for each in numbers:
-                    weight *= each[lane]
-                lanes[lane] += weight * signed
+                lanes[lane] += (byte - 256 * (byte > 127)) * math.prod(each[lane] for each in factors)
     return Fingerprint(tuple(lane % MODULUS for lane in lanes))
 
 
@@ -71,19 +77,18 @@ def corner(words: NDArray[np.generic]) -> Box:
 # --- the definition -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("kernel")
 @each_size
 @pytest.mark.parametrize(
     "dims",
     [
         (range(2), range(3), range(9)),
         (range(3, 9, 3), range(1, 4), range(5, 32, 3)),
-        (
-            range(7, 9),
-            range(2, 5),
-            range(4 * SEGMENT // 8 - 4, 4 * SEGMENT // 8 + 5),
-        ),  # segments of 8-byte words
-        (range(7, 9), range(2, 5), range(4 * SEGMENT - 7, 4 * SEGMENT + 2)),
-        (range(2), range(3), range(4 * SEGMENT - 401, 4 * SEGMENT + 400, 100)),
+        (range(7, 9), range(2, 5), range(SEGMENT // 8 - 4, SEGMENT // 8 + 5)),  # segments of 8-byte words
+        (range(7, 9), range(2, 5), range(SEGMENT - 7, SEGMENT + 2)),
+        (range(2), range(3), range(SEGMENT - 401, SEGMENT + 400, 100)),
+        (range(4094, 4098), range(5)),  # numbers that are kept apart
+        (range(0, 30001, 10000), range(5)),
     ],
     ids=str,
 )
@@ -93,35 +98,67 @@ def test_the_sum_is_the_defined_one(size: int, dims: tuple[range, ...]) -> None:
     assert fingerprint(words, box, key=5) == by_definition(words, box, key=5)
 
 
+@pytest.mark.usefixtures("kernel")
 @each_size
 @pytest.mark.parametrize("word", [0, 1, -1], ids=["zeros", "ones", "all bits"])
 def test_extreme_words_stay_exact(size: int, word: int) -> None:
-    """Rows of more than one exact stretch, of words that are as large as they can be."""
-    words = np.full((3, 4 * 300 // size), word & (1 << 8 * size) - 1, dtype=f"u{size}")
+    words = np.full((3, 600 // size), word & (1 << 8 * size) - 1, dtype=f"u{size}")
     assert fingerprint(words) == by_definition(words, corner(words))
     assert (fingerprint(words) == NOTHING) == (word == 0)
 
 
-def test_the_largest_cells_and_weights_stay_exact() -> None:
-    """A whole segment of the most negative cell, whose sums are the largest that can be."""
-    cells = np.full((2, SEGMENT), -(1 << 31), dtype=np.int32)
-    table = weights(0, CELL_DIM, np.arange(SEGMENT))
-    row = [sum(column) * -(1 << 31) for column in table.T.tolist()]
-    lanes = [
-        sum(number(0, 0, i)[lane] for i in range(2)) * number(0, SEGMENT_DIM, 0)[lane] * row[lane] % MODULUS
-        for lane in range(LANES)
-    ]
-    assert fingerprint(cells).lanes == tuple(lanes)
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("byte", [-128, 127])
+def test_the_largest_sums_stay_exact(byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole segment of the extreme bytes and numbers of one sign, in as many rows as are summed at once."""
+    table = np.full((SEGMENT, LANES), -64, dtype=np.int8)
+    monkeypatch.setattr(module, "places", lambda key: table)
+    monkeypatch.setattr(module, "numbers", lambda key, dim, i: np.full((*i.shape, LANES), 2.0**15))
+    words = np.broadcast_to(np.full(SEGMENT, byte, np.int8), (module._MOST_ROWS, SEGMENT))
+    wanted = -64 * byte * SEGMENT * module._MOST_ROWS * 2**30 % MODULUS
+    assert fingerprint(words).lanes == (wanted,) * LANES
 
 
-def test_weights_are_never_zero_and_use_their_whole_range() -> None:
-    drawn = weights(3, 1, np.arange(1 << 16))
+def test_an_inexact_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor whose products saturate is found out before the first sum."""
+
+    def saturating(rows: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_((rows.double() @ table.double()).clamp(-(2**24), 2**24))
+
+    words = random_words((9, SEGMENT), 1)
+    expected = fingerprint(words)
+    module._is_exact.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    assert not module._is_exact(torch)
+    assert fingerprint(words) == expected
+    module._is_exact.cache_clear()
+    monkeypatch.delattr(torch, "_int_mm")
+    assert not module._is_exact(torch)
+    module._is_exact.cache_clear()
+
+
+def test_numbers_are_never_zero_and_use_their_whole_range() -> None:
+    drawn = numbers(3, 1, np.arange(1 << 16)[None])[0]
     assert drawn.min() == -(1 << 15) and drawn.max() == 1 << 15 and (drawn != 0).all()
     # Mean and spread of uniform numbers, and lanes that know nothing of each other.
     assert abs(drawn.mean()) < 200 and abs(drawn.std() - (1 << 16) / 12**0.5) < 200
-    assert np.abs(np.corrcoef(drawn.T) - np.eye(LANES)).max() < 0.02
-    assert not np.array_equal(weights(3, 2, np.arange(9)), drawn[:9])
-    assert not np.array_equal(weights(4, 1, np.arange(9)), drawn[:9])
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(LANES)).max() < 0.025
+    assert not np.array_equal(numbers(3, 2, np.arange(9)[None])[0], drawn[:9])
+    assert not np.array_equal(numbers(4, 1, np.arange(9)[None])[0], drawn[:9])
+
+
+def test_numbers_of_places_are_what_the_bound_needs() -> None:
+    drawn = places(3).astype(int)
+    assert drawn.shape == (SEGMENT, LANES) and drawn.min() == -64 and drawn.max() == 63
+    assert abs(drawn.mean() + 7 / 8) < 1 and abs(drawn.std() - 128 / 12**0.5) < 1
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(LANES)).max() < 0.08
+    # Modulo 2 any eight bytes in a row are the unit matrix, turned: no change of them is lost in all lanes.
+    for at in range(SEGMENT - 7):
+        assert (np.roll(drawn[at : at + 8, :8] % 2, at % 8, axis=0) == np.eye(8)).all()
+    for odd in (0, 1):
+        values, counts = np.unique(drawn[drawn % 2 == odd], return_counts=True)
+        assert len(values) == 64 and counts.min() > 0.8 * counts.mean() and counts.max() < 1.2 * counts.mean()
+    assert not np.array_equal(places(4), drawn) and BYTE_DIM != SEGMENT_DIM
 
 
 # --- additivity ---------------------------------------------------------------------------------
@@ -156,10 +193,37 @@ def test_tiles_add_up_to_the_whole(tiling: tuple[tuple[int, ...], list[Box]], si
     assert total == fingerprint(words, key=key)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=0, max_size=5),
+    st.integers(0, 2),
+    st.sampled_from(SIZES),
+)
+def test_stacked_parts_are_what_each_is(at: list[tuple[int, int]], columns: int, size: int) -> None:
+    boxes = [Box.of((layer, row, 3), (1, 4, columns)) for layer, row in at]
+    words = random_words((len(at), 1, 4, max(columns, 1)), size)[..., :columns]
+    each = [fingerprint(part, box, key=3) for part, box in zip(words, boxes, strict=True)]
+    assert fingerprints(words, boxes, key=3) == tuple(each)
+
+
+def test_more_rows_than_are_weighted_at_once_add_up() -> None:
+    """Halves of parts, of rows, and of planes, and rows that are no one matrix as they lie."""
+    words = random_words((3, 2, 5000, 8), 2)
+    boxes = [Box.of((layer, 7, 0), (2, 5000, 8)) for layer in (5, 1, 9)]
+    found = fingerprints(words, boxes)
+    rows = [Box.of((layer, 7 + r, 0), (2, 2500, 8)) for layer in (5, 1, 9) for r in (0, 2500)]
+    halves = [fingerprint(words[i // 2, :, r.dims[1].start - 7 :][:, :2500], r) for i, r in enumerate(rows)]
+    assert [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)] == list(found)
+    assert fingerprints(words.swapaxes(1, 2).copy().swapaxes(1, 2), boxes) == found
+    many = [Box.of((i, 0), (1, 3)) for i in range(5000)]
+    words = random_words((5000, 1, 3), 4)
+    assert sum(fingerprints(words, many), NOTHING) == fingerprint(words[:, 0])
+
+
 def test_long_rows_add_up_across_segments() -> None:
-    words = random_words((2, 5 * SEGMENT), 2)  # two segments and a half
-    for at in (1, 2 * SEGMENT - 1, 2 * SEGMENT, 4 * SEGMENT + 1):
-        left, right = Box.of((0, 0), (2, at)), Box.of((0, at), (2, 5 * SEGMENT - at))
+    width = 5 * SEGMENT // 4
+    words = random_words((2, width), 2)  # two segments and a half
+    for at in (1, SEGMENT // 2 - 1, SEGMENT // 2, SEGMENT + 1):
+        left, right = Box.of((0, 0), (2, at)), Box.of((0, at), (2, width - at))
         assert fingerprint(words[:, :at], left) + fingerprint(words[:, at:], right) == fingerprint(words)
 
 
@@ -237,14 +301,14 @@ def test_ranks_add_up_to_the_whole_in_any_layout(layout: Layout) -> None:
 
 
 @each_size
-def test_every_flipped_bit_is_seen_in_every_lane(size: int) -> None:
+def test_every_flipped_bit_is_seen(size: int) -> None:
     words = random_words((3, 5), size)
     before = fingerprint(words)
     for place in np.ndindex(words.shape):
         for bit in range(8 * size):
             changed = words.copy()
             changed[place] ^= np.array(1 << bit, dtype=words.dtype)
-            assert all(a != b for a, b in zip(before.lanes, fingerprint(changed).lanes, strict=True))
+            assert fingerprint(changed) != before
 
 
 @each_size
@@ -306,7 +370,7 @@ def test_the_group_and_its_bytes() -> None:
     assert Fingerprint.decode(bytes(a)) == a
 
 
-@pytest.mark.parametrize("data", [b"", bytes(63), bytes(65), b"\xff" * 64])
+@pytest.mark.parametrize("data", [b"", bytes(127), bytes(129), b"\xff" * 128])
 def test_bytes_of_no_fingerprint_are_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match="residue"):
         Fingerprint.decode(data)
@@ -324,3 +388,14 @@ def test_other_shapes_and_words_are_refused() -> None:
         with pytest.raises(DtypeError):
             fingerprint(wrong)
     assert fingerprint(np.zeros((0, 3))) == NOTHING
+    box = Box.of((0, 0), (2, 3))
+    with pytest.raises(OutsideError, match=r"parts\(3\) != boxes\(2\)"):
+        fingerprints(np.zeros((3, 2, 3)), [box, box])
+    with pytest.raises(OutsideError, match="same indices in the last dim"):
+        fingerprints(np.zeros((2, 2, 3)), [box, Box.of((0, 1), (2, 3))])
+
+
+def test_memory_that_cannot_be_written_is_read() -> None:
+    words = random_words((5, 6), 2)
+    frozen = np.frombuffer(words.tobytes(), words.dtype).reshape(words.shape)
+    assert fingerprint(frozen) == fingerprint(words)

@@ -239,8 +239,8 @@ def test_bytes_after_the_end_are_refused() -> None:
         (3, -1, GeometryError),
         (3, 1.0, FormatError),
         (4, [b""], FormatError),
-        (4, [b"\xff" * 64] * 4, FormatError),
-        (4, [b"\0" * 64] * 4, GeometryError),
+        (4, [b"\xff" * 128] * 4, FormatError),
+        (4, [b"\0" * 128] * 4, GeometryError),
         (5, -1, GeometryError),
     ],
 )

@@ -1,25 +1,27 @@
 """Fingerprints of content that add up over boxes.
 
-The fingerprint of a box of a tensor is a sum over its elements: the element's word times a weight that
-depends on its index in the whole tensor. Boxes that tile a tensor therefore add up to the whole, in
-whatever layout they lie, and a part of a read is checked against the parts that somebody published.
-No two places have the same weight, so that a moved word, a swapped row or a swapped pair is seen,
-which a sum, or a sum weighted by position in a block, does not do.
+The fingerprint of a box of a tensor is a sum over its bytes: each byte times a weight that depends on where
+it is in the whole tensor. Boxes that tile a tensor therefore add up to the whole, in whatever layout they
+lie, and a part of a read is checked against the parts that somebody published. No two places have the same
+weight, so that a moved word, a swapped row or a swapped pair is seen, which a sum, or a sum weighted by
+position in a block, does not do.
 
-**Definition.** Rows are cut into cells of four bytes, read as little-endian signed integers; a word of
-one or two bytes fills its part of a cell, one of eight is two cells. Cells fall into segments of
-``SEGMENT``. The weight of a cell is the product of one small keyed number for each dim but the last,
-one for the segment, and one for the cell in its segment; there are ``LANES`` such weights. Sums are
-taken modulo the prime ``MODULUS``.
+**Definition.** Bytes are those of the elements in little-endian order, as signed integers. A row, which is
+along the last dim, is cut into segments of ``SEGMENT`` bytes. The weight of a byte is the product of small
+keyed numbers: one for its place in the segment, one for the segment, and one for each dim but the last.
+There are ``LANES`` such weights. Sums are taken modulo the prime ``MODULUS``.
 
-**Bound.** A lane is a polynomial of degree one in each of its ``dims + 1`` independent numbers, which
-take 2**16 values. Two different contents agree in it with probability at most ``(dims + 1) / 2**16``,
-and in all lanes with at most ``((dims + 1) / 2**16)**LANES``: below 2**-109 for a family of matrices
-over layers and experts. One changed element is always seen. This guards against mistakes and damage;
-the numbers come from a mixer that is not made to withstand an attacker who knows the key.
+**Bound.** A lane is a polynomial of degree one in each of its independent numbers. A place in the segment
+takes one of 64 numbers, a segment and the index of each other dim one of 2**16. Two different contents agree
+in a lane with probability at most ``1/64 + dims/2**16``, and in all lanes below 2**-95. One changed element
+is always seen: in any eight bytes in a row the places' numbers, modulo 2 and in eight lanes, are the unit
+matrix, so that no change of them is lost in all of these. This guards against mistakes and damage; the
+numbers come from a mixer that is not made to withstand an attacker who knows the key.
 
-**Cost.** Cells become float64 and meet their weights in a matrix product whose every partial sum is an
-integer of at most 53 bits, so it is exact in any order. What is left is a few operations a row.
+**Cost.** Almost all of it is one product of two matrices of small integers, the bytes and the numbers of
+their places, which processors have instructions for; what is left is a few operations a segment. Where torch
+is loaded its integer product is used, which is exact; otherwise single-precision floats, whose every partial
+sum is an integer of at most 24 bits. The bits are the same.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from shardweave.errors import DtypeError, FormatError, OutsideError
@@ -42,23 +45,27 @@ from shardweave.layout.table import Ints
 from shardweave.layout.tensor import Tensor
 
 MODULUS = (1 << 61) - 1
-LANES = 8
+LANES = 16
 SEGMENT = 4096
-"""Cells of a row that have weights of their own; a longer row is several segments."""
-EXACT = 128
-"""Products of a cell (2**31) and a weight (2**15) whose sum is exact in float64 (2**53)."""
+"""Bytes of a row that have numbers of their own; a longer row is several segments."""
+SEGMENT_DIM, BYTE_DIM = 1 << 32, (1 << 32) + 1
+"""Where the numbers of segments and of places in them are among those of dims."""
 
-CELL_BYTES = 4
-_BLOCK = 1 << 16
-"""Cells that are worked on at once: as float64, a part of the second-level cache."""
+_EXACT = 2048
+"""Products of a byte (2**7) and a number of a place (2**6) whose sum is exact in float32 (2**24)."""
+_BLOCK_BYTES = 1 << 20
+"""Bytes that are multiplied at once: a part of the second-level cache."""
+_MOST_ROWS = 1 << 12
+"""Rows whose sums are weighted at once."""
 _TILE = 1 << 9
 """Columns that are gathered at once where they do not lie side by side, so that a cache line is read once."""
-_MOST_ROWS = 1 << 12
-_LOW = 31
-SEGMENT_DIM, CELL_DIM = 1 << 32, (1 << 32) + 1
-"""Where the numbers of segments and of cells are among those of dims."""
+_NUMBERS = 1 << 12
+"""Indices of a dim whose numbers are kept together."""
+LOW = 31
+"""The bits of a residue of 61 that are multiplied at once."""
 
 _Words = NDArray[Any]
+Sums = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +140,41 @@ def fingerprint(array: Any, box: Box | None = None, *, key: int = 0) -> Fingerpr
     """
     words = words_of(array)
     box = place_of(words.shape, box)
-    totals = [0] * LANES
-    if box.numel:
-        if not words.ndim:
-            words, box = words.reshape(1), Box.of((0,), (1,))
-        for weights, lanes in _sums(words, box, key):
-            for lane, (weight, value) in enumerate(zip(weights, lanes, strict=True)):
-                totals[lane] += weight * value
-    return Fingerprint(tuple(total % MODULUS for total in totals))
+    return _several(words[None], (box,), key)[0]
+
+
+def fingerprints(array: Any, boxes: Sequence[Box], *, key: int = 0) -> tuple[Fingerprint, ...]:
+    """The fingerprints of many boxes that are alike, for little more than that of one.
+
+    Law: they are ``fingerprint(part, box, key=key)`` of each part of the array and its box.
+
+    Args:
+        array: The elements, stacked: ``(len(boxes), *shape)``, as for ``fingerprint``.
+        boxes: Where each part is in its tensor. They have one shape, and the same indices in the last dim.
+        key: As for ``fingerprint``.
+
+    Raises:
+        OutsideError: The array does not have the shape of the boxes, or they are not alike.
+        DtypeError: Words of another size.
+    """
+    words = words_of(array)
+    if len(words) != len(boxes):
+        raise OutsideError(
+            "stacked parts have one box each",
+            where=f"{len(boxes)} boxes",
+            equation=f"parts({len(words)}) != boxes({len(boxes)})",
+            hint="stack the parts along a new first dim",
+        )
+    for box in boxes:
+        place_of(words.shape[1:], box)
+        if box.dims[-1:] != boxes[0].dims[-1:]:
+            raise OutsideError(
+                "boxes that are stacked have the same indices in the last dim",
+                where=f"boxes {boxes[0]} and {box}",
+                equation=f"{boxes[0].dims[-1]} != {box.dims[-1]}",
+                hint="take the fingerprints of boxes with other columns by themselves",
+            )
+    return _several(words, boxes, key) if boxes else ()
 
 
 def place_of(shape: tuple[int, ...], box: Box | None) -> Box:
@@ -219,60 +253,101 @@ def words_of(array: Any) -> _Words:
     return found.view(f"u{size}")
 
 
-# --- weights ------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------------------------
 
 
-def weights(key: int, dim: int, indices: Ints) -> Ints:
-    """The small keyed numbers of some indices of a dim, one a lane: from -2**15 to 2**15 without 0."""
-    with np.errstate(over="ignore"):
-        seed = _mix(np.array([key & (1 << 64) - 1], dtype=np.uint64))
-        seed = _mix(seed + np.uint64(dim))
-        # A mixed word is the numbers of four lanes.
-        words = indices.astype(np.uint64)[:, None] * np.uint64(LANES // 4) + np.arange(
-            LANES // 4, dtype=np.uint64
-        )
-        mixed = _mix(words + seed)
-    numbers = mixed.astype("<u8").view("<u2").astype(np.int64).reshape(len(indices), LANES)
-    numbers -= 1 << 15
-    numbers[numbers >= 0] += 1
-    return numbers
+def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float64]:
+    """The small keyed numbers of some indices of a dim, from -2**15 to 2**15 without 0.
+
+    Args:
+        key: The key.
+        dim: The dim.
+        indices: ``(rows, n)``, ascending in each row.
+
+    Returns:
+        ``(rows, n, LANES)``.
+    """
+    if not indices.size:
+        return np.empty((*indices.shape, LANES), dtype=np.float64)
+    first, last = int(indices.min()), int(indices.max())
+    if last - first > 2 * indices.size + _NUMBERS:
+        return _from_bits(_bits(key, dim, indices))
+    blocks = range(first // _NUMBERS, last // _NUMBERS + 1)
+    kept = [_kept(key, dim, block) for block in blocks]
+    table = kept[0] if len(kept) == 1 else np.concatenate(kept)
+    at = indices - blocks[0] * _NUMBERS
+    consecutive = len(at) == 1 and at[0, -1] - at[0, 0] == at.size - 1
+    return table[None, at[0, 0] : at[0, -1] + 1] if consecutive else table[at]
 
 
-def _mix(x: NDArray[Any]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64, with its increment: a bijection that spreads every bit."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
+@functools.lru_cache(maxsize=64)
+def _kept(key: int, dim: int, block: int) -> NDArray[np.float64]:
+    return _from_bits(_bits(key, dim, np.arange(block * _NUMBERS, (block + 1) * _NUMBERS)))
+
+
+def _from_bits(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
+    found = bits.astype(np.float64) - (1 << 15)
+    found[found >= 0] += 1
+    return found
 
 
 @functools.lru_cache(maxsize=8)
-def _cell_weights(key: int) -> NDArray[np.float64]:
-    """The numbers of the cells of a segment."""
-    return weights(key, CELL_DIM, np.arange(SEGMENT)).astype(np.float64)
+def places(key: int) -> NDArray[np.int8]:
+    """The numbers of the bytes of a segment, ``(SEGMENT, LANES)``.
+
+    They are from -64 to 63: two products with a byte that was made unsigned fit 16 bits, which processors
+    without newer instructions add up in. Byte ``i`` is odd in the lanes that are ``i`` modulo 8, else even.
+    """
+    at = np.arange(SEGMENT)
+    even = 2 * ((_bits(key, BYTE_DIM, at) & 63).astype(np.int8) - np.int8(32))
+    found: NDArray[np.int8] = even + (at[:, None] % 8 == np.arange(LANES) % 8)
+    return found.astype(np.int8)
+
+
+def _bits(key: int, dim: int, indices: Ints) -> NDArray[np.uint16]:
+    """Sixteen bits for each index and lane."""
+    with np.errstate(over="ignore"):
+        seed = _mix(_mix(np.array([key & (1 << 64) - 1], dtype=np.uint64)) + np.uint64(dim))
+        # A mixed word is the bits of four lanes.
+        steps = np.arange(LANES // 4, dtype=np.uint64)
+        words = indices.astype(np.uint64)[..., None] * np.uint64(LANES // 4) + steps
+        return _mix(words + seed).astype("<u8").view("<u2")
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64, with its increment: a bijection that spreads every bit."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 # --- sums ---------------------------------------------------------------------------------------
 
 
-def _sums(words: _Words, box: Box, key: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Weights and values, lane by lane, whose products add up to the fingerprint of a box."""
-    *outer, columns = box.dims
-    size = CELL_BYTES * SEGMENT // words.itemsize
-    most = size if words.strides[-1] == words.itemsize else _TILE
-    for at, segments, inside in segments_of(columns, size, most):
-        part = words[..., at].reshape(*words.shape[:-1], len(segments), len(inside))
-        dims = [*enumerate(outer), (SEGMENT_DIM, segments)]
-        # The longest dim becomes rows; the others are walked one index at a time.
-        rows = max(range(len(dims)), key=lambda d: (len(dims[d][1]), d))
-        walked = [d for d in range(len(dims)) if d != rows]
-        numbers = [weights(key, dims[d][0], np.array(dims[d][1])).tolist() for d in walked]
-        part = part.transpose(*walked, rows, len(dims))
-        for index in itertools.product(*(range(len(dims[d][1])) for d in walked)):
-            chosen = [column[i] for column, i in zip(numbers, index, strict=True)]
-            weight = [math.prod(lane) for lane in zip(*chosen, strict=True)] or [1] * LANES
-            yield weight, _rows(part[index], *dims[rows], inside, key)
+def _several(words: _Words, boxes: Sequence[Box], key: int) -> tuple[Fingerprint, ...]:
+    """The fingerprints of parts that are stacked along the first dim."""
+    total = np.zeros((len(words), LANES), dtype=np.int64)
+    if words.size:
+        dims = [box.dims for box in boxes]
+        if words.ndim == 1:
+            words, dims = words[:, None], [(range(1),)] * len(dims)
+        outer = [_indices(each) for each in list(zip(*dims, strict=True))[:-1]]
+        size = SEGMENT // words.itemsize
+        most = size if words.strides[-1] == words.itemsize else _TILE
+        for at, segments, inside in segments_of(dims[0][-1], size, most):
+            part = words[..., at].reshape(*words.shape[:-1], len(segments), len(inside))
+            indices = [*enumerate(outer), (SEGMENT_DIM, np.array(segments)[None])]
+            total = (total + _weighted(part, indices, places_of(inside, words.itemsize, key), key)) % MODULUS
+    return tuple(map(Fingerprint, map(tuple, total.tolist())))
+
+
+def _indices(ranges: tuple[range, ...]) -> Ints:
+    """The indices of a dim, one row for each part, or for all where they are the same."""
+    distinct = ranges if len(set(ranges)) > 1 else ranges[:1]
+    return np.stack([np.arange(r.start, r.stop, r.step) for r in distinct])
 
 
 def segments_of(columns: range, size: int, most: int) -> Iterator[tuple[slice, range, range]]:
@@ -293,54 +368,113 @@ def segments_of(columns: range, size: int, most: int) -> Iterator[tuple[slice, r
         at += turns * count
 
 
-def cells_of(inside: range, itemsize: int) -> tuple[int, int]:
-    """The first cell that some indices of a segment lie in, and one past the last."""
-    return inside.start * itemsize // CELL_BYTES, -(-(inside[-1] + 1) * itemsize // CELL_BYTES)
+def places_of(inside: range, itemsize: int, key: int) -> NDArray[np.int8]:
+    """The numbers of the bytes of some elements of a segment, ``(len(inside) * itemsize, LANES)``."""
+    table = places(key).reshape(-1, itemsize, LANES)
+    return table[inside.start : inside.stop : inside.step].reshape(-1, LANES)
 
 
-def _rows(words: _Words, dim: int, numbers: range, inside: range, key: int) -> list[int]:
-    """The sum of rows of one segment, weighted by their numbers, in each lane; an exact integer."""
-    first, last = cells_of(inside, words.itemsize)
-    table = _cell_weights(key)[first:last]
-    step = min(max(_BLOCK // (last - first), 1), _MOST_ROWS)
-    floats = np.empty((min(step, len(words)), last - first))
-    weight = np.zeros((0, LANES), dtype=np.int64)
-    totals = [0] * LANES
-    for start in range(0, len(words), step):
-        block = words[start : start + step]
-        x = floats[: len(block)]
-        np.copyto(x, _cells(block, inside, first, last))
-        if len(weight) < len(block):  # made for many blocks at once
-            some = step * max(_MOST_ROWS // step, 1)
-            weight = weights(key, dim, np.array(numbers[start : start + some]))
-        mine, weight = weight[: len(block)], weight[len(block) :]
-        sums = _products(x, table)
-        # A row comes to 58 bits at most: its halves times a weight still add up in 63.
-        low = np.einsum("rk,rk->k", sums & (1 << _LOW) - 1, mine).tolist()
-        high = np.einsum("rk,rk->k", sums >> _LOW, mine).tolist()
-        totals = [t + a + (b << _LOW) for t, a, b in zip(totals, low, high, strict=True)]
-    return totals
+def _weighted(words: _Words, dims: Sequence[tuple[int, Ints]], table: NDArray[np.int8], key: int) -> Ints:
+    """What parts of one segment come to, ``(parts, LANES)``: each row's sum times the numbers of its dims.
+
+    Args:
+        words: ``(parts, *lengths, columns)``.
+        dims: For each length which dim it is, and its indices, ``(parts or 1, length)``.
+        table: The numbers of the bytes of a row.
+        key: The key.
+    """
+    lengths = words.shape[:-1]
+    if math.prod(lengths) > _MOST_ROWS:  # in halves of the longest dim
+        d = max(range(len(lengths)), key=lengths.__getitem__)
+        halves = []
+        for at in (slice(lengths[d] // 2), slice(lengths[d] // 2, None)):
+            mine = [(dim, i[at] if d == 0 and len(i) > 1 else i) for dim, i in dims]
+            if d:
+                mine[d - 1] = (dims[d - 1][0], dims[d - 1][1][:, at])
+            halves.append(_weighted(words[(slice(None),) * d + (at,)], mine, table, key))
+        return (halves[0] + halves[1]) % MODULUS if d else np.concatenate(halves)
+    # The longest dim first: what is left for the others is the shorter.
+    order = sorted(range(len(dims)), key=lambda d: -lengths[1 + d])
+    sums = np.moveaxis(_products(words, table), [1 + d for d in order], range(1, len(lengths)))
+    first, *others = (numbers(key, *dims[d]) for d in order)
+    # At most _MOST_ROWS sums of 25 bits, times 16: exact in float64.
+    found: Ints = _fold(sums.astype(np.float64), first).astype(np.int64)
+    for each in others:
+        # Summands of up to 62 bits are multiplied by halves. The upper half's sum times 2**31 is a rotation
+        # of its 61 bits, for 2**61 is 1.
+        weights = each.astype(np.int64)
+        low = _fold(found & (1 << LOW) - 1, weights) % MODULUS
+        high = _fold(found >> LOW, weights) % MODULUS
+        found = (low + ((high & (1 << 61 - LOW) - 1) << LOW | high >> 61 - LOW)) % MODULUS
+    return found
 
 
-def _cells(block: _Words, inside: range, first: int, last: int) -> NDArray[np.int32]:
-    """The cells ``first`` to ``last`` of some rows, zero where the rows have no element."""
-    size = block.itemsize
-    origin, width = first * CELL_BYTES // size, (last - first) * CELL_BYTES // size
-    if len(inside) == width and block.strides[-1] == size:
-        return block.view("<i4")
-    cells = np.zeros((len(block), last - first), dtype="<i4")
-    offset = inside.start - origin
-    cells.view(block.dtype)[:, offset : offset + (len(inside) - 1) * inside.step + 1 : inside.step] = block
-    return cells
+def _fold(sums: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]:
+    """The weighted sum over the second dim."""
+    parts, length, *rest, _ = sums.shape
+    folded = np.einsum("plrk,plk->prk", sums.reshape(parts, length, -1, LANES), weights)
+    return np.asarray(folded).reshape(parts, *rest, LANES)
 
 
-def _products(cells: NDArray[np.float64], table: NDArray[np.float64]) -> Ints:
-    """Rows of cells times their weights, exactly: no product sums more than ``EXACT`` cells."""
-    full = len(table) // EXACT
-    whole = full * EXACT
-    stretches = cells[:, :whole].reshape(len(cells), full, EXACT).transpose(1, 0, 2)
-    products = np.matmul(stretches, table[:whole].reshape(full, EXACT, LANES))
-    sums: Ints = products.astype(np.int64).sum(axis=0)
-    if whole < len(table):
-        sums += (cells[:, whole:] @ table[whole:]).astype(np.int64)
-    return sums
+# --- the product --------------------------------------------------------------------------------
+
+
+def _products(words: _Words, table: NDArray[np.int8]) -> Sums:
+    """The bytes of rows times their numbers, exactly: ``(*lengths, LANES)`` of ``(*lengths, columns)``."""
+    *lengths, columns = words.shape
+    steps = [(n, stride) for n, stride in zip(lengths, words.strides, strict=False) if n > 1]
+    if any(stride != n * inner for (_, stride), (n, inner) in itertools.pairwise(steps)):
+        # Rows that are not one matrix as they lie are several.
+        shortest = min((d for d, n in enumerate(lengths) if n > 1), key=lengths.__getitem__)
+        parts = np.moveaxis(words, shortest, 0)
+        return np.stack([_products(part, table) for part in parts], axis=shortest)
+    stride = steps[-1][1] if steps else columns * words.itemsize
+    rows = as_strided(words, (math.prod(lengths), columns), (stride, words.strides[-1]))
+    sums = np.empty((len(rows), LANES), dtype=np.int32)
+    multiply = _kernel()
+    step = max(_BLOCK_BYTES // len(table), 1)
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        if block.strides[-1] != block.itemsize or block.strides[0] < 0:
+            block = np.ascontiguousarray(block)
+        multiply(block.view(np.int8), table, sums[start : start + step])
+    return sums.reshape(*lengths, LANES)
+
+
+_Kernel = Callable[[NDArray[np.int8], NDArray[np.int8], Sums], None]
+
+
+def _kernel() -> _Kernel:
+    """What multiplies: torch where it is loaded and exact, numpy otherwise."""
+    torch = sys.modules.get("torch")
+    return _multiply_in_torch if torch is not None and _is_exact(torch) else _multiply
+
+
+def _multiply(rows: NDArray[np.int8], table: NDArray[np.int8], out: Sums) -> None:
+    """The product in single precision; no sum is of more than ``_EXACT`` bytes."""
+    out[...] = 0
+    for at in range(0, len(table), _EXACT):
+        stretch = slice(at, at + _EXACT)
+        out += (rows[:, stretch].astype(np.float32) @ table[stretch].astype(np.float32)).astype(np.int32)
+
+
+def _multiply_in_torch(rows: NDArray[np.int8], table: NDArray[np.int8], out: Sums) -> None:
+    torch = sys.modules["torch"]
+    if not rows.flags.writeable:  # which torch does not look at without a warning
+        rows = rows.copy()
+    torch._int_mm(torch.from_numpy(rows), torch.from_numpy(table), out=torch.from_numpy(out))
+
+
+@functools.cache
+def _is_exact(torch: Any) -> bool:
+    """Whether torch has the product on this processor, and it is right for the largest sums there are."""
+    rows = np.array([[-128], [127], [-1]], dtype=np.int8).repeat(SEGMENT, axis=1)
+    table = np.full((SEGMENT, LANES), -64, dtype=np.int8)
+    table[:, 1::2] = 63
+    expected, got = np.empty((2, len(rows), LANES), dtype=np.int32)
+    _multiply(rows, table, expected)
+    try:
+        _multiply_in_torch(rows, table, got)
+    except (AttributeError, RuntimeError):
+        return False
+    return np.array_equal(expected, got)

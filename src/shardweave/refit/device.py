@@ -1,10 +1,13 @@
-"""Fingerprints of tensors where they are: the definition of ``layout.fingerprint`` in torch's int64.
+"""Fingerprints of tensors where they are: the definition of ``layout.fingerprint`` on a device.
 
-Only additions, products, shifts and masks of int64, none of which overflows: every device has them, and gives
-the same bits. What crosses to the host is one integer a lane.
+Bytes meet their numbers in the device's product of small integers where it has one and is exact, in int64
+otherwise; the rest is additions, products, shifts and masks of int64, none of which overflows. Every device
+has these and gives the same bits. What crosses to the host is one integer a lane.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import torch
@@ -12,28 +15,27 @@ import torch
 from shardweave.errors import DtypeError
 from shardweave.layout import Box
 from shardweave.layout.fingerprint import (
-    CELL_BYTES,
-    CELL_DIM,
     LANES,
+    LOW,
     MODULUS,
     NOTHING,
     SEGMENT,
     SEGMENT_DIM,
     Fingerprint,
-    cells_of,
     fingerprint,
+    numbers,
     place_of,
+    places_of,
     segments_of,
-    weights,
 )
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 24
-"""Cells that are worked on at once; as int64 and their products, a few hundred MiB."""
-_LOW, _HIGH = 31, 30
-"""The bits of a residue of 61 that are multiplied at once, and those that are left."""
+_BLOCK_BYTES = 1 << 26
+"""Bytes that are multiplied at once; in int64, with their products, 1 GiB."""
 _MOST_TERMS = 1 << 16
 """Terms of 46 bits whose sum fits an int64."""
+_LEAST_ROWS, _GRAIN = 32, 8
+"""What CUDA's integer product asks of a matrix: so many rows, and columns in such steps."""
 
 
 def fingerprint_of(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> Fingerprint:
@@ -50,13 +52,12 @@ def fingerprint_of(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0
         OutsideError: The tensor does not have the shape of the box.
         DtypeError: Words of another size.
     """
-    return (
-        fingerprint(tensor, box, key=key) if tensor.device.type == "cpu" else in_int64(tensor, box, key=key)
-    )
+    on_cpu = tensor.device.type == "cpu"
+    return fingerprint(tensor, box, key=key) if on_cpu else on_device(tensor, box, key=key)
 
 
-def in_int64(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> Fingerprint:
-    """As ``fingerprint_of``, in int64 on any device. A tensor that is not contiguous is copied once."""
+def on_device(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> Fingerprint:
+    """As ``fingerprint_of``, by torch alone on any device. A tensor that is not contiguous is copied once."""
     size = tensor.element_size()
     if size not in _WORDS:
         raise DtypeError(
@@ -73,30 +74,44 @@ def in_int64(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> F
         words, box = words.reshape(1), Box.of((0,), (1,))
     *outer, columns = box.dims
     total = torch.zeros(LANES, dtype=torch.int64, device=tensor.device)
-    segment = SEGMENT * CELL_BYTES // size
-    for at, segments, inside in segments_of(columns, segment, segment):
-        rows = words[..., at].reshape(-1, len(inside))
-        sums = _row_sums(rows, inside, key)
-        for dim, numbers in ((SEGMENT_DIM, segments), *reversed(list(enumerate(outer)))):
-            table = _on(weights(key, dim, np.array(numbers)), tensor.device)
-            sums = _fold(sums.reshape(-1, len(numbers), LANES), table)
+    for at, segments, inside in segments_of(columns, SEGMENT // size, SEGMENT // size):
+        rows = words[..., at].reshape(-1, len(inside)).contiguous().view(torch.int8)
+        sums = _products(rows, _on(places_of(inside, size, key), tensor.device)).to(torch.int64)
+        for dim, indices in ((SEGMENT_DIM, segments), *reversed(list(enumerate(outer)))):
+            table = numbers(key, dim, np.array(indices)[None])[0].astype(np.int64)
+            sums = _fold(sums.reshape(-1, len(indices), LANES), _on(table, tensor.device))
         total = (total + sums[0]) % MODULUS
     return Fingerprint(tuple(total.tolist()))
 
 
-def _row_sums(rows: torch.Tensor, inside: range, key: int) -> torch.Tensor:
-    """Each row of one segment times the weights of its cells, ``(rows, LANES)``; 58 bits at most."""
-    first, last = cells_of(inside, rows.element_size())
-    table = _on(weights(key, CELL_DIM, np.arange(first, last)).T, rows.device)
-    offset = inside.start - first * CELL_BYTES // rows.element_size()
-    place = slice(offset, offset + (len(inside) - 1) * inside.step + 1, inside.step)
-    found = []
-    for block in rows.split(max(_BLOCK // (last - first), 1)):
-        cells = torch.zeros((len(block), last - first), dtype=torch.int32, device=rows.device)
-        cells.view(rows.dtype)[:, place] = block
-        wide = cells.to(torch.int64)
-        found.append(torch.stack([(wide * lane).sum(dim=1) for lane in table], dim=1))
-    return torch.cat(found)
+def _products(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The bytes of rows times their numbers, exactly, ``(rows, LANES)``."""
+    multiply = _integer if _is_exact(rows.device) else _wide
+    return torch.cat([multiply(block, table) for block in rows.split(max(_BLOCK_BYTES // len(table), 1))])
+
+
+def _integer(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    short, ragged = max(_LEAST_ROWS - len(rows), 0), -len(table) % _GRAIN
+    if short or ragged:
+        rows = torch.nn.functional.pad(rows, (0, ragged, 0, short))
+        table = torch.nn.functional.pad(table, (0, 0, 0, ragged))
+    return torch._int_mm(rows, table)[: len(rows) - short]
+
+
+def _wide(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    wide = rows.to(torch.int64)
+    return torch.stack([(wide * lane).sum(dim=1) for lane in table.T.to(torch.int64)], dim=1)
+
+
+@functools.cache
+def _is_exact(device: torch.device) -> bool:
+    """Whether a device has the integer product, and it is right for the largest sums there are."""
+    rows = torch.tensor([[-128], [127], [-1]], dtype=torch.int8, device=device).repeat(1, SEGMENT)
+    table = torch.tensor([[-64, 63] * (LANES // 2)], dtype=torch.int8, device=device).repeat(SEGMENT, 1)
+    try:
+        return torch.equal(_integer(rows, table).to(torch.int64), _wide(rows, table))
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _fold(sums: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -107,12 +122,12 @@ def _fold(sums: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """
     total = torch.zeros_like(sums[:, 0])
     for part, weight in zip(sums.split(_MOST_TERMS, dim=1), table.split(_MOST_TERMS), strict=True):
-        low = ((part & (1 << _LOW) - 1) * weight).sum(dim=1) % MODULUS
-        high = ((part >> _LOW) * weight).sum(dim=1) % MODULUS
-        turned = ((high & (1 << _HIGH) - 1) << _LOW) | (high >> _HIGH)
+        low = ((part & (1 << LOW) - 1) * weight).sum(dim=1) % MODULUS
+        high = ((part >> LOW) * weight).sum(dim=1) % MODULUS
+        turned = ((high & (1 << 61 - LOW) - 1) << LOW) | (high >> 61 - LOW)
         total = ((total + low) % MODULUS + turned) % MODULUS
     return total
 
 
-def _on(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+def _on(table: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(table)).to(device)
