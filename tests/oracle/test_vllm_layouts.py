@@ -94,8 +94,10 @@ def test_what_vllm_cannot_hold_is_refused(case: Mapping[str, Any]) -> None:
 def test_the_recording_has_what_the_tests_are_about() -> None:
     """A recording that lost its cases would pass every test above."""
     entries = [e for case in CASES for entries in case["parameters"].values() for e in entries]
-    assert len(CASES) == 30 and len(REFUSALS) == 10 and len(entries) > 500
+    assert len(CASES) == 34 and len(REFUSALS) == 13 and len(entries) > 700
     assert [case["name"] for case in REFUSALS if not case["error"]] == [
+        "biases of latent attention",
+        "a tied head beside latent attention",
         "an o_proj bias that the class does not have",
         "a head dim that the class does not read",
     ]
@@ -150,14 +152,14 @@ def deployments(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], int]:
         draw(st.integers(1, 500)),
         draw(small) * draw(st.sampled_from([1, tp])),
     )
-    family = draw(st.sampled_from(["qwen3", "qwen2", "qwen3_moe", "mixtral"]))
+    family = draw(st.sampled_from(["qwen3", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3"]))
     more: dict[str, Any] = {}
     deployment: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp}
-    if family in ("qwen3_moe", "mixtral"):
+    if family in ("qwen3_moe", "mixtral", "deepseek_v3"):
         experts = draw(st.integers(2, 9))
-        key = "num_experts" if family == "qwen3_moe" else "num_local_experts"
-        more = {key: experts, "num_experts_per_tok": 2}
-        if family == "qwen3_moe":
+        keys = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+        more = {keys[family]: experts, "num_experts_per_tok": 2}
+        if family != "mixtral":
             more |= {"moe_intermediate_size": draw(small) * draw(st.sampled_from([1, tp * dp]))}
         deployment["expert_multiple"] = draw(st.sampled_from([1, 3, 8]))
         if tp * dp > 1 and draw(st.booleans()):
@@ -165,6 +167,12 @@ def deployments(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], int]:
             placement = "linear" if redundant else draw(st.sampled_from(["linear", "round_robin"]))
             deployment |= {"expert_parallel": True, "redundant_experts": redundant, "placement": placement}
     deployment["vocab_multiple"] = draw(st.sampled_from([64, 64 * tp, 30]))
+    if family == "deepseek_v3":
+        more |= {"n_group": 1, "topk_group": 1, "n_shared_experts": draw(st.integers(1, 2))}
+        more |= {"q_lora_rank": draw(st.sampled_from([None, 22])), "first_k_dense_replace": draw(small) - 1}
+        more |= {"intermediate_size": ffn, "vocab_size": vocab}
+        config = script().latent(layers, heads, draw(st.integers(0, 2)), **more)
+        return config, deployment, draw(st.integers(0, tp * pp * dp - 1))
     head_dim = draw(small) * 2
     hidden = heads * (head_dim if family == "qwen2" else 2)
     config = script().config(family, layers, hidden, heads, kv, head_dim, ffn, vocab, **tied, **more)
@@ -179,12 +187,15 @@ def deployments(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], int]:
 def test_live_vllm_holds_the_same(asked: tuple[dict[str, Any], dict[str, Any], int]) -> None:
     config, deployment, rank = asked
     # Its own class asks for this before it builds a layer.
-    assume(deployment["tp"] <= config.get("num_experts", config.get("num_local_experts", 10**6)))
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    assume(deployment["tp"] <= min(config.get(count, 10**6) for count in counts))
     try:
         layout = layout_of(config, deployment)
     except GeometryError as refused:
+        # What does not fit may be on any stage: a vocabulary on the first, experts on a later one.
         with pytest.raises((AssertionError, ValueError)):
-            script().ask(config, deployment, rank)
+            for one in range(deployment["tp"] * deployment["pp"] * deployment["dp"]):
+                script().ask(config, deployment, one)
         event(f"refused: {refused.rule}")
         return
     event("held")

@@ -18,7 +18,7 @@ _DOWN = (".q_a_proj.", ".fused_qkv_a_proj.")
 
 
 def latent(block: Block, world: World) -> Iterator[BufferRule]:
-    """``[q_a; kv_a]`` on every rank, fused if queries are compressed; ``q_b``, ``kv_b`` and ``o`` by heads."""
+    """``[q_a; kv_a]`` on every rank, fused if queries are compressed; ``q_b``, ``kv_b``, ``o`` by heads."""
     sizes, layers, tensors = block.sizes, world.index(block), block.tensors
     heads, hidden, q_rank, kv_rank = (sizes[key] for key in ("num_heads", "hidden_size", "q_rank", "kv_rank"))
     kv_rows = kv_rank + sizes["rope_dim"]
