@@ -9,7 +9,7 @@ from typing import Any
 
 from shardweave.convert.source import FORMATS, Checkpoint
 from shardweave.dialects import hf, megatron
-from shardweave.errors import GeometryError
+from shardweave.errors import DtypeError, GeometryError
 from shardweave.layout import Layout, Tensor
 from shardweave.models import Model
 from shardweave.store import safetensors, torch_dist_write, torch_save
@@ -110,7 +110,14 @@ def target(
         layout = hf.layout(model, stacked_experts=stacked_experts)
     else:
         layout, chunks, objects = _megatron(model, geometry or Geometry())
-    layout = _with_dtypes(layout, source.layout, dtype)
+    if dtype and model.scaled:
+        raise DtypeError(
+            "a dtype is asked of weights whose values are their own",
+            where=str(source.manifest.root),
+            equation=f"dtype({dtype}), and weights are float8_e4m3fn with scales of blocks",
+            hint="leave --dtype out: quantised weights and their scales stay as they are",
+        )
+    layout = _with_dtypes(layout, source, dtype)
     specs = [
         TensorSpec(
             name,
@@ -144,13 +151,20 @@ def _megatron(
     )
 
 
-def _with_dtypes(layout: Layout, source: Layout, dtype: str | None) -> Layout:
+def _with_dtypes(layout: Layout, source: Checkpoint, dtype: str | None) -> Layout:
     """Each buffer in the asked dtype, or in the one that the source stores its tensors in."""
-    stored: dict[Tensor, str] = {part.tensor: rule.dtype for rule in source.rules for part in rule.parts}
+    stored: dict[Tensor, str] = {
+        part.tensor: rule.dtype for rule in source.layout.rules for part in rule.parts
+    }
+    own = source.model.own_dtype
     return replace(
         layout,
         rules=tuple(
-            replace(rule, dtype=dtype or stored.get(rule.parts[0].tensor, rule.dtype))
+            replace(
+                rule,
+                dtype=(dtype if rule.parts[0].tensor not in own else None)
+                or stored.get(rule.parts[0].tensor, rule.dtype),
+            )
             for rule in layout.rules
         ),
     )

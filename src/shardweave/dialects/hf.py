@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from shardweave.dialects.names import match
+from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, concat, whole
 from shardweave.models import Block, Model
 
@@ -32,8 +33,18 @@ def layout(
 
     Law: ``prove(layout(model, ...))`` holds for every model and choice.
 
+    Raises:
+        GeometryError: Stacked experts with block scales; how transformers stacks scales is not described.
+
     Source: transformers 5, ``Qwen3MoeExperts``, ``MixtralExperts``, and ``conversion_mapping`` for the names.
     """
+    if stacked_experts and model.scaled:
+        raise GeometryError(
+            "experts with block scales are stored one by one",
+            where=f"model of {model.family}",
+            equation="stacked_experts(True), and its weights have scales",
+            hint="leave them as files have them, or convert the weights to a dtype without scales first",
+        )
     rules: list[BufferRule] = []
     for block in model.blocks:
         if stacked_experts and block.kind == "moe":
@@ -66,7 +77,7 @@ def variant(keys: Iterable[str], model: Model) -> Layout:
 def _variants(model: Model) -> Iterator[Layout]:
     models = [model] if model.decoder is model else [model, model.decoder]
     for one in models:
-        stacked = (False, True) if any(True for _ in one.of("moe")) else (False,)
+        stacked = (False, True) if any(True for _ in one.of("moe")) and not one.scaled else (False,)
         aliases = (False, True) if one.aliases else (False,)
         copies = (True, False) if one.copies else (False,)
         for experts, with_aliases, with_copies in product(stacked, aliases, copies):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shardweave.layout.box import Box, contiguous_runs, flat_boxes, flat_interval, intersect, subtract
 from shardweave.layout.buffer import Buffer, BufferRule, Part, Piece, Sharded, along, replicated
+from shardweave.layout.grid import on_grid
 from shardweave.layout.layout import Layout
 from shardweave.layout.mesh import Mesh, ordered
 from shardweave.layout.notation import (
@@ -76,6 +77,7 @@ __all__ = [
     "interleave",
     "intersect",
     "narrowed",
+    "on_grid",
     "ordered",
     "pad",
     "parse_box",

@@ -116,6 +116,7 @@ FAMILY = Family(
             "num_mtp_layers",
             "num_nextn_predict_layers",
             "q_lora_rank",
+            "quantization_config",
             "qk_head_dim",
             "qk_nope_head_dim",
             "qk_rope_head_dim",

@@ -23,7 +23,8 @@ from shardweave.models import (
 )
 from shardweave.models.blocks import HEAD, Stack, embedding_block, final_block, head_block
 from shardweave.models.config import Config, load
-from shardweave.models.spec import Model
+from shardweave.models.quantised import quantised
+from shardweave.models.spec import Block, Model
 
 FAMILIES = {
     family.model_type: family
@@ -93,12 +94,14 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
     num_layers = family.num_layers(read)
     tied = read.flag("tie_word_embeddings", missing=family.tied)
     embedding = embedding_block(stack, vocab_size, name=family.embedding)
-    blocks = (
+    blocks: tuple[Block, ...] = (
         embedding,
         *family.layers(read, stack, whole(num_layers)),
         final_block(stack, name=family.final),
         *(() if tied else (head_block(stack, vocab_size),)),
     )
+    if (quantisation := values.get("quantization_config")) is not None:
+        blocks = quantised(read, quantisation, blocks)
     aliases = {HEAD: embedding.tensors["embed"].name} if tied else {}
     once_more = {"embedding": embedding.tensors["embed"].name, "head": aliases.get(HEAD, HEAD)}
     copies = {

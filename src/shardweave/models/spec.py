@@ -11,6 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from shardweave.layout import Dim, Tensor
 
+SCALE = "_scale"
+"""What the role of the block scales of a weight ends in, behind the role of the weight."""
+
+_OWN_DTYPE = ("router_bias",)
+"""Roles of tensors whose dtype is not that of the weights."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -39,6 +45,9 @@ class Block:
                    ``embed_norm hidden_norm proj norm``
     ``final``      ``hidden_size``; ``norm``
     ``head``       ``vocab_size, hidden_size``; ``head``; absent where the embedding is tied
+
+    Weights in blocks of float8 have scales beside them, ``gate_scale`` beside ``gate``, and the sizes
+    ``scale_rows, scale_columns`` of a block.
 
     Attributes:
         kind: One of the above.
@@ -97,6 +106,21 @@ class Model:
         last = self.num_layers
         kept = [block for block in self.blocks if all(run.start < last for run in block.layers.runs)]
         return self if len(kept) == len(self.blocks) else replace(self, blocks=tuple(kept), copies={})
+
+    @property
+    def own_dtype(self) -> frozenset[Tensor]:
+        """Tensors whose dtype is not that of the weights: correction biases, scales and what they scale."""
+        return frozenset(
+            tensor
+            for block in self.blocks
+            for role, tensor in block.tensors.items()
+            if role in _OWN_DTYPE or role.endswith(SCALE) or role + SCALE in block.tensors
+        )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether weights are stored in blocks with scales."""
+        return any(role.endswith(SCALE) for block in self.blocks for role in block.tensors)
 
     @property
     def numel(self) -> int:

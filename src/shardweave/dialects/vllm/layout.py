@@ -16,6 +16,7 @@ from shardweave.dialects.vllm.rules import (
     stages,
     vocabulary,
 )
+from shardweave.dialects.vllm.scales import apart, follow
 from shardweave.dialects.vllm.world import Where, World, held_whole, renamed
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import (
@@ -112,8 +113,10 @@ def layout(
                 hint="add the rules of the kind to shardweave.dialects.vllm",
             )
         required, optional, build = _KINDS[block.kind]
-        check_roles(block, required, optional)
-        rules += build(block, world)
+        plain, scales = apart(block)
+        check_roles(plain, required, optional)
+        for rule in build(plain, world):
+            rules += follow(rule, scales, block)
     return Layout("vllm", mesh, tuple(rules))
 
 
