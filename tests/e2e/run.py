@@ -75,7 +75,6 @@ class Run:
 
     def __init__(self, folder: Path, python: Path, limits: Limits) -> None:
         self.folder, self.python, self.limits = folder, python, limits
-        self._answers: dict[tuple[str, int, int], Any] = {}
         self._serial = 0
 
     def checkpoint(self, model: str, number: int) -> Path:
@@ -124,13 +123,13 @@ class Run:
 
     def fresh(self, model: str, tp: int, number: int) -> Any:
         """What an engine answers that was started from the weights of a number."""
-        key = model, tp, number
-        if key not in self._answers:
+        kept = self.folder / f"{model}-{number}-tp{tp}.json"
+        if not kept.exists():
             folder = self.checkpoint(model, number)
             with self.engine(f"fresh-{model}-{number}", folder, tp, "none") as process:
                 process.call("start", within_s=self.limits.start)
-                self._answers[key] = ask(process, self.limits)
-        return self._answers[key]
+                kept.write_text(json.dumps(ask(process, self.limits)))
+        return json.loads(kept.read_text())
 
 
 def ask(process: wire.Process, limits: Limits) -> Any:
@@ -268,7 +267,9 @@ def main() -> int:
         "--contents", type=int, default=0, help="different weights among them; all by default"
     )
     parser.add_argument("--transport", default="gloo")
-    parser.add_argument("--folder", type=Path, help="for checkpoints and logs; kept if given, else temporary")
+    parser.add_argument(
+        "--folder", type=Path, help="for logs, checkpoints and answers of fresh engines, which are used again"
+    )
     given = parser.parse_args()
     python = vllm_python()
     if python is None:

@@ -72,10 +72,7 @@ class Megatron:
         from shardweave.refit.sources_megatron import from_megatron
 
         mesh = megatron.mesh(tp=self.tp, ep=self.ep, etp=self.etp)
-        return from_megatron(
-            self.model, model=content.model_of(self.config), mesh=mesh, rank=self.rank,
-            **({"experts": "sequential"} if self.ep > 1 else {}),
-        )  # fmt: skip
+        return from_megatron(self.model, model=content.model_of(self.config), mesh=mesh, rank=self.rank)
 
     def take(self, version: int) -> None:
         held = placing.megatron(

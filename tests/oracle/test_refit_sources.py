@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from shardweave.layout import parse_layout, prove
 from shardweave.models import from_config
 from shardweave.plan import empty, plan, simulate
 from shardweave.refit.sources import from_module
+
+pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = str(Path(__file__).with_name("source_ranks.py"))
 DATA = Path(__file__).parents[1] / "data"
@@ -49,7 +52,7 @@ FSDP2: dict[str, dict[str, Any]] = {
 }
 
 
-def run(cases: list[dict[str, Any]], folder: Path, *, limit_s: float = 100.0) -> None:
+def run(cases: list[dict[str, Any]], folder: Path, *, limit_s: float = 200.0) -> None:
     (folder / "cases.json").write_text(json.dumps(cases))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -171,8 +174,6 @@ WRONG = {
 @pytest.mark.dist
 @pytest.mark.parametrize("name", MEGATRON)
 def test_a_megatron_model_described_wrongly_is_refused_by_name(megatron: Path, name: str) -> None:
-    import re
-
     for report in reports(megatron, name):
         said = report["said"]
         assert said.pop("a wrapped model") == "accepted"

@@ -39,7 +39,8 @@ class Source:
     Raises:
         GeometryError: The layout has several ranks and none is said.
         UnknownNameError: An array is missing, or is none of the layout's.
-        PlanError, DtypeError: An array has another shape or dtype.
+        PlanError: An array has another shape.
+        DtypeError: An array has another dtype, or is of a class that stores something else than its values.
 
     >>> from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor
     >>> w = Tensor("w", (5, 3), "float32")
@@ -94,6 +95,13 @@ def _check_array(
             where=where,
             equation=f"shape{tuple(array.shape)} != shape{shape}",
             hint="describe the model that is trained; a layout is never bent to what is there",
+        )
+    if isinstance(array, torch.Tensor) and type(array) not in (torch.Tensor, torch.nn.Parameter):
+        raise DtypeError(
+            "the arrays of a rank are plain tensors, whose memory is what they hold",
+            where=where,
+            equation=f"type({type(array).__name__})",
+            hint="publish the master weights, or what a quantised tensor is made of: data and scales",
         )
     found = str(array.dtype).removeprefix("torch.")
     if found != dtype:

@@ -76,7 +76,7 @@ def from_megatron(
         chunks under ``model0.``, ``model1.`` and so on, as in a checkpoint.
 
     Raises:
-        GeometryError: A degree, a position in a group or the layers of a chunk are not those of the mesh; or a
+        GeometryError: A degree, a position in a group or the layers of a chunk are not the mesh's; or a
             group is needed and not there; or the names leave open which spec the job has.
         ModelError: The ``TransformerConfig`` is not that of the model.
         UnknownNameError: A parameter or persistent buffer is none of the model's, or one is missing.
