@@ -16,7 +16,12 @@ import shardweave
 from shardweave.cli import app
 
 COMMAND = get_command(app)
-VERBS = list(COMMAND.commands)
+GROUPS = {
+    name: command.commands for name, command in COMMAND.commands.items() if hasattr(command, "commands")
+}
+VERBS = [[verb] for verb in COMMAND.commands] + [
+    [name, verb] for name, verbs in GROUPS.items() for verb in verbs
+]
 PAGE = ROOT / "docs" / "commands.md"
 
 # What other programs are told in our texts.
@@ -40,7 +45,7 @@ def without_blanks(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)])
+@pytest.mark.parametrize("arguments", [["--help"], *([*verb, "--help"] for verb in VERBS)])
 def test_page_says_what_help_says(sw: Run, arguments: list[str]) -> None:
     if not (pinned("typer") and pinned("rich")):
         pytest.skip("help looks otherwise with another typer or rich than constraints.txt has")
@@ -68,7 +73,9 @@ def test_version(process: Run, program: tuple[str, ...]) -> None:
     assert (done.code, done.err) == (0, "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["probe", "--help"], ["nope"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["convert", "--help"], ["probe", "--help"], ["refit", "--help"], ["nope"]]
+)
 def test_help_loads_neither_torch_nor_numpy(process: Run, arguments: list[str]) -> None:
     code = "import sys; from shardweave.cli import main; main(sys.argv[1:]); print(*sys.modules)"
     done = process(*arguments, program=(sys.executable, "-c", code))
@@ -85,7 +92,11 @@ def test_no_arguments_is_help(sw: Run) -> None:
 
 
 def options() -> set[str]:
-    commands = [COMMAND, *COMMAND.commands.values()]
+    commands = [
+        COMMAND,
+        *COMMAND.commands.values(),
+        *(verb for verbs in GROUPS.values() for verb in verbs.values()),
+    ]
     return {flag for command in commands for param in command.params for flag in param.opts} | {"--help"}
 
 

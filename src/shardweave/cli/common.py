@@ -196,6 +196,18 @@ def starred(name: str) -> str:
     return re.sub(r"\{\w+\}", "*", name)
 
 
+def printable(text: str, most: int = 2000) -> str:
+    r"""A text from elsewhere as it may be shown: escape sequences spelled out, and no more than so much.
+
+    >>> printable("a\x1b[31mb"), printable("long", most=3)
+    ('a\\x1b[31mb', 'lon...')
+    """
+    shown = text[: most + 1]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+    return shown if len(shown) <= most else f"{shown[:most]}..."
+
+
 def listed(names: Sequence[str], most: int = 3) -> str:
     """The first names and how many more there are."""
     head = ", ".join(names[:most])

@@ -158,7 +158,7 @@ class Notes:
         """Say who takes part, where that is new."""
         if self._come == (publishers, receivers):
             return
-        said = Seats(_stretches(publishers), _stretches(receivers), self._transport, self._timeout_s)
+        said = Seats(stretches(publishers), stretches(receivers), self._transport, self._timeout_s)
         self._put("members", said)
         if self._come is None:
             self._put(str(self._rank), self._note)
@@ -226,10 +226,10 @@ def _shortened(text: str, most: int = 2000) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-def _stretches(ranks: Sequence[int]) -> list[tuple[int, int]]:
+def stretches(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending ranks as first ranks and counts.
 
-    >>> _stretches((0, 1, 2, 7, 9, 10))
+    >>> stretches((0, 1, 2, 7, 9, 10))
     [(0, 3), (7, 1), (9, 2)]
     """
     found: list[tuple[int, int]] = []

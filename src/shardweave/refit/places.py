@@ -39,6 +39,10 @@ class Readable(Protocol):
         """The value of a key that is there."""
         ...
 
+    def refresh(self) -> None:
+        """See what has come since."""
+        ...
+
 
 def open_place(place: str, *, prefix: str = "", timeout_s: float = 5.0) -> Readable:
     """The store of a session at a place, under the session's prefix; only to be read.
@@ -106,6 +110,9 @@ class Bounded:
         """The value of a key that is there."""
         return bytes(self._ask(lambda: self._store.get(key)))
 
+    def refresh(self) -> None:
+        """Nothing: each question is answered anew."""
+
     def _ask(self, question: Callable[[], Any]) -> Any:
         return _in_time(self._asker, question, where=self._where, timeout_s=self._timeout_s)
 
@@ -132,7 +139,7 @@ def _in_time(asker: Asker, question: Callable[[], Any], *, where: str, timeout_s
 
 
 class FileView:
-    """The keys of a FileStore, as its file has them when it is asked for the first time; ``read`` asks again.
+    """The keys of a FileStore, as its file had them when it was read.
 
     Source: torch 2.13, FileStore.cpp: records of a length and a key, a length and a value, in the order in
     which they were written; ``/`` before a key sets it, ``-`` before that takes it back.
@@ -140,9 +147,9 @@ class FileView:
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix
-        self.read()
+        self.refresh()
 
-    def read(self) -> None:
+    def refresh(self) -> None:
         """Read the file.
 
         Raises:
