@@ -1,8 +1,8 @@
 """A real vLLM engine on a CPU, refitted from the ranks of a Megatron job: run as a program by the tests.
 
-``python vllm_engine.py FOLDER CASE live`` makes a tiny checkpoint in ``FOLDER``, starts an engine from it, and
-prints what it saw as one line of JSON. ``fresh`` in place of ``live`` prints what an engine says that was
-started from another checkpoint.
+``python vllm_engine.py FOLDER MODEL TP live`` makes a tiny checkpoint in ``FOLDER``, starts an engine from
+it, and prints what it saw as one line of JSON. ``fresh`` in place of ``live`` prints what an engine says that
+was started from another checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shardweave.dialects import megatron
@@ -38,17 +39,19 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [1],
     "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
-CONFIGS = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+CONFIGS = {
+    "qwen3": QWEN3,
+    "qwen3_bf16": {**QWEN3, "dtype": "bfloat16", "tie_word_embeddings": False},
+    "qwen3_moe": QWEN3_MOE,
+}
 PROMPTS = ([3, 5, 7, 11], [13, 17])
 SEEDS = (1, 2)
 
-Weights = dict[str, NDArray[np.float32]]
 
-
-def weights(model: Model, seed: int) -> Weights:
+def weights(model: Model, seed: int) -> dict[str, NDArray[np.float32]]:
     """Weights of every tensor by name, norms around 1."""
     generator = np.random.default_rng(seed)
-    found: Weights = {}
+    found: dict[str, NDArray[np.float32]] = {}
     for tensor in model.tensors:
         for name in tensor.names():
             values = generator.standard_normal(tensor.shape).astype(np.float32) * np.float32(0.08)
@@ -58,23 +61,27 @@ def weights(model: Model, seed: int) -> Weights:
 
 def checkpoint(folder: Path, name: str, seed: int) -> Path:
     """A checkpoint as Hugging Face stores one."""
-    from safetensors.numpy import save_file
+    from safetensors.torch import save_file
 
-    path = folder / f"{name}-{seed}"
+    path, model = folder / f"{name}-{seed}", from_config(CONFIGS[name])
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    save_file(weights(from_config(CONFIGS[name]), seed), path / "model.safetensors", {"format": "pt"})
+    dtype = getattr(torch, model.dtype)
+    stored = {key: torch.from_numpy(values).to(dtype) for key, values in weights(model, seed).items()}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
     return path
 
 
 def engine(path: Path, *, tp: int = 1, **more: Any) -> Any:
     from vllm import LLM
 
+    config = json.loads((path / "config.json").read_text())
+
     return LLM(
         model=str(path),
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="float32",
+        dtype=config["dtype"],  # vLLM would serve float32 in half of it
         max_model_len=64,
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -106,7 +113,11 @@ class Trainer:
         self.ranks = range(4)
         self.store, self.transport = store, transport
         self.receivers = range(4, 4 + receivers)
-        self.arrays = materialise(self.layout, self._whole(SEEDS[0]))
+        dtype = getattr(torch, self.model.dtype)
+        self.arrays = {
+            rank: {name: torch.from_numpy(array).to(dtype) for name, array in arrays.items()}
+            for rank, arrays in materialise(self.layout, self._whole(SEEDS[0])).items()
+        }
         self.publishers = [self._publisher(rank) for rank in self.ranks]
 
     def _whole(self, seed: int) -> dict[Any, Any]:
@@ -117,7 +128,6 @@ class Trainer:
         }
 
     def _publisher(self, rank: int) -> Publisher:
-        import torch
         from torch.distributed import FileStore
 
         session = Session(
@@ -128,14 +138,13 @@ class Trainer:
             transport=self.transport,
             timeout_s=60,
         )
-        arrays = {name: torch.from_numpy(array) for name, array in self.arrays[rank].items()}
-        return Publisher(session, Source(self.layout, arrays, rank))
+        return Publisher(session, Source(self.layout, self.arrays[rank], rank))
 
     def step(self, seed: int) -> None:
         """Train: other values in the same memory."""
         for rank, arrays in materialise(self.layout, self._whole(seed)).items():
             for name, array in arrays.items():
-                np.copyto(self.arrays[rank][name], array)
+                self.arrays[rank][name].copy_(torch.from_numpy(array))
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[list[str]]:
@@ -184,12 +193,16 @@ def parameters(worker: Any) -> dict[str, str]:
     """A digest of every parameter and buffer of the served model, as it is stored."""
     from hashlib import blake2b
 
+    import torch
+
     model = worker.model_runner.get_model()
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        name: f"{tuple(t.shape)} {blake2b(t.detach().contiguous().numpy().tobytes()).hexdigest()[:16]}"
-        for name, t in held.items()
-    }
+
+    def digest(tensor: torch.Tensor) -> str:
+        stored = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{tuple(tensor.shape)} {blake2b(stored, digest_size=8).hexdigest()}"
+
+    return {name: digest(tensor) for name, tensor in held.items()}
 
 
 def caches(worker: Any) -> list[int]:

@@ -29,8 +29,9 @@ def model_of(config: Any) -> Model:
         "the config ties the head to the embedding, the checkpoint does not",
         "set tie_word_embeddings in the config to what the checkpoint holds",
     )
-    dtype = str(model.dtype).removeprefix("torch.")
-    return from_config(model.hf_config.to_dict(), dtype=dtype)
+    values = model.hf_config.to_dict()
+    # The dtype of the weights, which may not be the one that the engine stores them in.
+    return from_config(values, dtype="" if values.get("dtype") else _dtype(config))
 
 
 def layout_of(config: Any, model: Model, module: Any, *, first_rank: int) -> Layout:
@@ -71,7 +72,7 @@ def layout_of(config: Any, model: Model, module: Any, *, first_rank: int) -> Lay
         placement=_placement_of(module) if spread else "linear",
         layer_partition=[int(size) for size in partition.split(",")] if partition else None,
         expert_multiple=_expert_multiple_of(module),
-        dtype=model.dtype,
+        dtype=_dtype(config),
     )
 
 
@@ -110,6 +111,10 @@ def addresses_stay(config: Any) -> bool:
     captured = getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE"
     compiled = getattr(compilation.mode, "name", "NONE") != "NONE"
     return captured or compiled or bool(config.model_config.enable_sleep_mode)
+
+
+def _dtype(config: Any) -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")
 
 
 def _refuse(broken: bool, equation: str, hint: str) -> None:

@@ -147,7 +147,11 @@ class Twin:
     # --- what is served -------------------------------------------------------------------------
 
     def broken(self) -> str:
-        """Where the served model is no longer what the last commit made it, or nothing."""
+        """Where the served model is no longer what the last commit made it, or nothing.
+
+        Objects and addresses are looked at: what was loaded in another way is seen, what was written into
+        the served memory is not; ``audit`` sees it. See ``Target.broken``.
+        """
         return self._served.broken() if self._served is not None else ""
 
     def audit(self) -> Audit:
