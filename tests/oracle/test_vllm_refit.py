@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ def run(folder: Path, *args: str) -> Any:
     info = folder / "site" / "shardweave-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardweave\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nshardweave = shardweave.refit.engines.vllm:register\n"
-    )
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+    ((name, target),) = project["entry-points"]["vllm.general_plugins"].items()
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {target}\n")
     path = os.pathsep.join([str(SOURCES), str(info.parent)])
     done = subprocess.run(
         [sys.executable, str(HERE / "vllm_engine.py"), str(folder), *args],
