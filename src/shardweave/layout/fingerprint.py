@@ -139,42 +139,52 @@ def fingerprint(array: Any, box: Box | None = None, *, key: int = 0) -> Fingerpr
     False
     """
     words = words_of(array)
-    box = place_of(words.shape, box)
-    return _several(words[None], (box,), key)[0]
+    *outer, columns = place_of(words.shape, box).dims or (range(1),)
+    words = words.reshape(1, *words.shape) if words.ndim else words.reshape(1, 1)
+    lanes = lanes_of(words, [np.arange(r.start, r.stop, r.step)[None] for r in outer], columns, key=key)
+    return Fingerprint(tuple(lanes[0].tolist()))
 
 
-def fingerprints(array: Any, boxes: Sequence[Box], *, key: int = 0) -> tuple[Fingerprint, ...]:
-    """The fingerprints of many boxes that are alike, for little more than that of one.
+def lanes_of(array: Any, outer: Sequence[Ints], columns: range, *, key: int = 0) -> Ints:
+    """The fingerprints of many parts that are alike, for little more than that of one: ``(parts, LANES)``.
 
-    Law: they are ``fingerprint(part, box, key=key)`` of each part of the array and its box.
+    Law: each row is the lanes of ``fingerprint(part, box, key=key)`` of a part and its box.
 
     Args:
-        array: The elements, stacked: ``(len(boxes), *shape)``, as for ``fingerprint``.
-        boxes: Where each part is in its tensor. They have one shape, and the same indices in the last dim.
+        array: The elements, stacked: ``(parts, *lengths, len(columns))``, as for ``fingerprint``.
+        outer: For each length its indices in the tensor, ascending: ``(parts, length)``, or ``(1, length)``
+            where they are those of all parts.
+        columns: The indices in the last dim.
         key: As for ``fingerprint``.
 
     Raises:
-        OutsideError: The array does not have the shape of the boxes, or they are not alike.
+        OutsideError: The array does not have the shape that the indices say.
         DtypeError: Words of another size.
     """
     words = words_of(array)
-    if len(words) != len(boxes):
+    said = (len(words), *(each.shape[1] for each in outer), len(columns))
+    if words.shape != said or any(len(each) not in (1, len(words)) for each in outer):
         raise OutsideError(
-            "stacked parts have one box each",
-            where=f"{len(boxes)} boxes",
-            equation=f"parts({len(words)}) != boxes({len(boxes)})",
-            hint="stack the parts along a new first dim",
+            "stacked parts have indices in each dim",
+            where=f"{len(words)} parts",
+            equation=f"array{words.shape} != indices{said}",
+            hint="stack the parts along a new first dim, and give the indices of one or of all",
         )
-    for box in boxes:
-        place_of(words.shape[1:], box)
-        if box.dims[-1:] != boxes[0].dims[-1:]:
-            raise OutsideError(
-                "boxes that are stacked have the same indices in the last dim",
-                where=f"boxes {boxes[0]} and {box}",
-                equation=f"{boxes[0].dims[-1]} != {box.dims[-1]}",
-                hint="take the fingerprints of boxes with other columns by themselves",
-            )
-    return _several(words, boxes, key) if boxes else ()
+    total = np.zeros((len(words), LANES), dtype=np.int64)
+    if words.size:
+        size = SEGMENT // words.itemsize
+        most = size if words.strides[-1] == words.itemsize else _TILE
+        for at, segments, inside in segments_of(columns, size, most):
+            part = words[..., at].reshape(*words.shape[:-1], len(segments), len(inside))
+            dims = [*enumerate(outer), (SEGMENT_DIM, np.array(segments)[None])]
+            total = (total + _weighted(part, dims, places_of(inside, words.itemsize, key), key)) % MODULUS
+    return total
+
+
+def total_of(lanes: Ints) -> Fingerprint:
+    """The sum of many fingerprints, ``(parts, LANES)``."""
+    low, high = (lanes & (1 << LOW) - 1).sum(axis=0).tolist(), (lanes >> LOW).sum(axis=0).tolist()
+    return Fingerprint(tuple((a + (b << LOW)) % MODULUS for a, b in zip(low, high, strict=True)))
 
 
 def place_of(shape: tuple[int, ...], box: Box | None) -> Box:
@@ -256,7 +266,7 @@ def words_of(array: Any) -> _Words:
 # --- numbers ------------------------------------------------------------------------------------
 
 
-def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float64]:
+def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float32]:
     """The small keyed numbers of some indices of a dim, from -2**15 to 2**15 without 0.
 
     Args:
@@ -268,7 +278,7 @@ def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float64]:
         ``(rows, n, LANES)``.
     """
     if not indices.size:
-        return np.empty((*indices.shape, LANES), dtype=np.float64)
+        return np.empty((*indices.shape, LANES), dtype=np.float32)
     first, last = int(indices.min()), int(indices.max())
     if last - first > 2 * indices.size + _NUMBERS:
         return _from_bits(_bits(key, dim, indices))
@@ -280,14 +290,15 @@ def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float64]:
     return table[None, at[0, 0] : at[0, -1] + 1] if consecutive else table[at]
 
 
-@functools.lru_cache(maxsize=64)
-def _kept(key: int, dim: int, block: int) -> NDArray[np.float64]:
+@functools.lru_cache(maxsize=128)
+def _kept(key: int, dim: int, block: int) -> NDArray[np.float32]:
     return _from_bits(_bits(key, dim, np.arange(block * _NUMBERS, (block + 1) * _NUMBERS)))
 
 
-def _from_bits(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
-    found = bits.astype(np.float64) - (1 << 15)
-    found[found >= 0] += 1
+def _from_bits(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    found = bits.astype(np.float32)
+    found -= 1 << 15
+    found += found >= 0
     return found
 
 
@@ -325,29 +336,6 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 # --- sums ---------------------------------------------------------------------------------------
-
-
-def _several(words: _Words, boxes: Sequence[Box], key: int) -> tuple[Fingerprint, ...]:
-    """The fingerprints of parts that are stacked along the first dim."""
-    total = np.zeros((len(words), LANES), dtype=np.int64)
-    if words.size:
-        dims = [box.dims for box in boxes]
-        if words.ndim == 1:
-            words, dims = words[:, None], [(range(1),)] * len(dims)
-        outer = [_indices(each) for each in list(zip(*dims, strict=True))[:-1]]
-        size = SEGMENT // words.itemsize
-        most = size if words.strides[-1] == words.itemsize else _TILE
-        for at, segments, inside in segments_of(dims[0][-1], size, most):
-            part = words[..., at].reshape(*words.shape[:-1], len(segments), len(inside))
-            indices = [*enumerate(outer), (SEGMENT_DIM, np.array(segments)[None])]
-            total = (total + _weighted(part, indices, places_of(inside, words.itemsize, key), key)) % MODULUS
-    return tuple(map(Fingerprint, map(tuple, total.tolist())))
-
-
-def _indices(ranges: tuple[range, ...]) -> Ints:
-    """The indices of a dim, one row for each part, or for all where they are the same."""
-    distinct = ranges if len(set(ranges)) > 1 else ranges[:1]
-    return np.stack([np.arange(r.start, r.stop, r.step) for r in distinct])
 
 
 def segments_of(columns: range, size: int, most: int) -> Iterator[tuple[slice, range, range]]:
@@ -398,7 +386,7 @@ def _weighted(words: _Words, dims: Sequence[tuple[int, Ints]], table: NDArray[np
     sums = np.moveaxis(_products(words, table), [1 + d for d in order], range(1, len(lengths)))
     first, *others = (numbers(key, *dims[d]) for d in order)
     # At most _MOST_ROWS sums of 25 bits, times 16: exact in float64.
-    found: Ints = _fold(sums.astype(np.float64), first).astype(np.int64)
+    found: Ints = _fold(sums.astype(np.float64), first.astype(np.float64)).astype(np.int64)
     for each in others:
         # Summands of up to 62 bits are multiplied by halves. The upper half's sum times 2**31 is a rotation
         # of its 61 bits, for 2**61 is 1.
@@ -431,12 +419,12 @@ def _products(words: _Words, table: NDArray[np.int8]) -> Sums:
     stride = steps[-1][1] if steps else columns * words.itemsize
     rows = as_strided(words, (math.prod(lengths), columns), (stride, words.strides[-1]))
     sums = np.empty((len(rows), LANES), dtype=np.int32)
+    side_by_side = words.strides[-1] == words.itemsize and stride >= 0
     multiply = _kernel()
-    step = max(_BLOCK_BYTES // len(table), 1)
+    step = max(_BLOCK_BYTES // len(table), 1) if not side_by_side else len(rows)
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
-        if block.strides[-1] != block.itemsize or block.strides[0] < 0:
-            block = np.ascontiguousarray(block)
+        block = block if side_by_side else np.ascontiguousarray(block)
         multiply(block.view(np.int8), table, sums[start : start + step])
     return sums.reshape(*lengths, LANES)
 
@@ -453,16 +441,24 @@ def _kernel() -> _Kernel:
 def _multiply(rows: NDArray[np.int8], table: NDArray[np.int8], out: Sums) -> None:
     """The product in single precision; no sum is of more than ``_EXACT`` bytes."""
     out[...] = 0
-    for at in range(0, len(table), _EXACT):
-        stretch = slice(at, at + _EXACT)
-        out += (rows[:, stretch].astype(np.float32) @ table[stretch].astype(np.float32)).astype(np.int32)
+    floats = table.astype(np.float32)
+    step = max(_BLOCK_BYTES // len(table), 1)
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        for at in range(0, len(table), _EXACT):
+            found = block[:, at : at + _EXACT].astype(np.float32) @ floats[at : at + _EXACT]
+            out[start : start + step] += found.astype(np.int32)
 
 
 def _multiply_in_torch(rows: NDArray[np.int8], table: NDArray[np.int8], out: Sums) -> None:
     torch = sys.modules["torch"]
     if not rows.flags.writeable:  # which torch does not look at without a warning
         rows = rows.copy()
-    torch._int_mm(torch.from_numpy(rows), torch.from_numpy(table), out=torch.from_numpy(out))
+    step = max(_BLOCK_BYTES // len(table), 1)
+    blocks = torch.from_numpy(rows).split(step), torch.from_numpy(out).split(step)
+    numbers = torch.from_numpy(table)
+    for block, sums in zip(*blocks, strict=True):
+        torch._int_mm(block, numbers, out=sums)
 
 
 @functools.cache
