@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run import Limits, Run, run_case, vllm_python
+from run import NEAR, Limits, Run, run_case, vllm_python
 
 pytestmark = [
     pytest.mark.dist,
@@ -26,9 +26,8 @@ def test_a_refitted_engine_answers_as_a_fresh_one(tmp_path: Path) -> None:
     python = vllm_python()
     assert python is not None
     run = Run(tmp_path, python, Limits())
-    *lines, spoiled = run_case(run, "qwen3-tp2", versions=3, contents=2, spoil=True)
-    assert [line.version for line in lines] == [1, 2]
-    assert all(line.good for line in lines), "\n".join(map(str, lines))
-    assert all(line.moved == line.needed for line in lines)
+    first, second, *spoiled = run_case(run, "qwen3-tp2", versions=3, contents=2, spoil=True)
+    assert first.good and second.good and first.moved > 0
     # The check can fail: a weight of one rank was changed, and engine and trainer agree on what it makes.
-    assert not spoiled.equal and spoiled.apart < 1e-4
+    for line in spoiled:
+        assert not line.equal and line.apart <= NEAR and line.moved == line.needed
