@@ -24,7 +24,7 @@ _QKV_BIAS = {"q": "q_bias", "k": "k_bias", "v": "v_bias"}
 
 CENTRED = Transform("shift", -1.0)
 """What is stored of a delta net's norm. All other norms of these models are around 0 for everybody, for
-which Megatron has ``layernorm_zero_centered_gamma``; with it this one is around 0 too, and in Megatron only."""
+which Megatron has ``layernorm_zero_centered_gamma``; with it this one is so too, in Megatron alone."""
 
 
 def gated_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Dim:
