@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 
 from shardweave.errors import DtypeError, OutsideError
 from shardweave.layout import Box
-from shardweave.layout.fingerprint import LANES, NOTHING, SEGMENT, fingerprint
+from shardweave.layout.fingerprint import LANES, NOTHING, SEGMENT, Fingerprint, fingerprint, lanes_of
 from shardweave.refit import device
 
 DTYPES = [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
 
 has_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+def alone(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> Fingerprint:
+    """The fingerprint of a box by torch alone."""
+    *outer, columns = (box or Box.of((0,) * tensor.ndim, tuple(tensor.shape))).dims or (range(1),)
+    parts = tensor[None] if tensor.ndim else tensor.reshape(1, 1)
+    lanes = device.on_device(parts, [np.array(r, dtype=int)[None] for r in outer], columns, key=key)
+    return Fingerprint(tuple(lanes[0].tolist()))
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -37,7 +45,7 @@ def test_torch_alone_gives_what_numpy_gives(
 ) -> None:
     box = Box(tuple(range(start, start + count * step, step) for start, count, step in dims))
     tensor = random_tensor(box.shape, dtype)
-    assert device.on_device(tensor, box, key=key) == fingerprint(tensor, box, key=key)
+    assert alone(tensor, box, key=key) == fingerprint(tensor, box, key=key)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,9 +53,9 @@ def test_long_rows_and_other_strides(dtype: torch.dtype) -> None:
     for at in (0, 1, SEGMENT - 3, SEGMENT - 5):
         tensor = random_tensor((3, 2 * SEGMENT + 11), dtype)
         box = Box.of((5, at), tuple(tensor.shape))
-        assert device.on_device(tensor, box) == fingerprint(tensor, box)
+        assert alone(tensor, box) == fingerprint(tensor, box)
     turned = random_tensor((7, 5, 6), dtype).permute(2, 0, 1)
-    assert device.on_device(turned) == fingerprint(turned)
+    assert alone(turned) == fingerprint(turned)
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["integer product", "int64"])
@@ -57,17 +65,17 @@ def test_both_products_are_the_same(exact: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "_is_exact", lambda on: exact)
     for shape in ((8, SEGMENT), (40, 12), (3, 7)):
         for tensor in (torch.full(shape, -128, dtype=torch.int8), random_tensor(shape, torch.bfloat16)):
-            assert device.on_device(tensor) == fingerprint(tensor)
+            assert alone(tensor) == fingerprint(tensor)
 
 
 def test_the_largest_sums_do_not_overflow() -> None:
     """More rows than are summed at once, and the largest residues."""
     tall = torch.full(((1 << 16) + 3, 2), -(1 << 31), dtype=torch.int32)
-    assert device.on_device(tall) == fingerprint(tall)
-    residues = torch.full((2, 1 << 16, LANES), (1 << 61) - 2, dtype=torch.int64)
-    numbers = torch.full((1 << 16, LANES), 1 << 15, dtype=torch.int64)
+    assert alone(tall) == fingerprint(tall)
+    residues = torch.full((2, 1, 1 << 16, LANES), (1 << 61) - 2, dtype=torch.int64)
+    numbers = torch.full((1, 1, 1 << 16, LANES), 1 << 15, dtype=torch.int64)
     expected = (1 << 16) * (1 << 15) * -1 % ((1 << 61) - 1)
-    assert device._fold(residues, numbers).tolist() == [[expected] * LANES] * 2
+    assert device._fold(residues, numbers).tolist() == [[[expected] * LANES]] * 2
 
 
 def test_a_device_without_an_exact_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +97,21 @@ def test_a_device_without_an_exact_product_is_found_out(monkeypatch: pytest.Monk
 def test_the_cpu_and_empty_tensors() -> None:
     tensor = random_tensor((4, 6), torch.bfloat16)
     assert device.fingerprint_of(tensor, key=3) == fingerprint(tensor, key=3)
-    assert device.on_device(tensor[:0]) == NOTHING
+    assert alone(tensor[:0]) == NOTHING == device.fingerprint_of(tensor[:0])
     with pytest.raises(OutsideError, match=r"array\(4, 6\) != box\(6, 4\)"):
-        device.on_device(tensor, Box.of((0, 0), (6, 4)))
+        device.fingerprint_of(tensor, Box.of((0, 0), (6, 4)))
     with pytest.raises(DtypeError):
-        device.on_device(torch.zeros(3, dtype=torch.complex128))
+        alone(torch.zeros(3, dtype=torch.complex128))
+
+
+def test_stacked_parts_are_those_of_numpy() -> None:
+    """Indices of their own in the first dim, those of all in the second."""
+    tensor = random_tensor((3, 2, 5, 2 * SEGMENT + 6), torch.bfloat16)
+    outer = [np.array([[4, 5], [0, 9], [1, 2]]), np.arange(7, 12)[None]]
+    columns = range(3, 2 * SEGMENT + 9)
+    wanted = lanes_of(tensor, outer, columns, key=2)
+    assert np.array_equal(device.on_device(tensor, outer, columns, key=2), wanted)
+    assert np.array_equal(device.lanes_of(tensor, outer, columns, key=2), wanted)
 
 
 @has_cuda

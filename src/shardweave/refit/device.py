@@ -8,26 +8,27 @@ has these and gives the same bits. What crosses to the host is one integer a lan
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from shardweave.errors import DtypeError
 from shardweave.layout import Box
+from shardweave.layout import fingerprint as reference
 from shardweave.layout.fingerprint import (
     LANES,
     LOW,
     MODULUS,
-    NOTHING,
     SEGMENT,
     SEGMENT_DIM,
     Fingerprint,
-    fingerprint,
     numbers,
     place_of,
     places_of,
     segments_of,
 )
+from shardweave.layout.table import Ints
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK_BYTES = 1 << 26
@@ -41,7 +42,7 @@ _LEAST_ROWS, _GRAIN = 32, 8
 def fingerprint_of(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> Fingerprint:
     """The fingerprint of the elements of a box, taken on the tensor's device.
 
-    Law: it is ``fingerprint(tensor.cpu(), box, key=key)``, which is also what is called for the CPU.
+    Law: it is ``fingerprint(tensor.cpu(), box, key=key)``.
 
     Args:
         tensor: The elements, with words of 1, 2, 4 or 8 bytes; its dims are in the logical tensor's order.
@@ -52,12 +53,33 @@ def fingerprint_of(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0
         OutsideError: The tensor does not have the shape of the box.
         DtypeError: Words of another size.
     """
-    on_cpu = tensor.device.type == "cpu"
-    return fingerprint(tensor, box, key=key) if on_cpu else on_device(tensor, box, key=key)
+    *outer, columns = place_of(tuple(tensor.shape), box).dims or (range(1),)
+    parts = tensor[None] if tensor.ndim else tensor.reshape(1, 1)
+    lanes = lanes_of(parts, [np.arange(r.start, r.stop, r.step)[None] for r in outer], columns, key=key)
+    return Fingerprint(tuple(lanes[0].tolist()))
 
 
-def on_device(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> Fingerprint:
-    """As ``fingerprint_of``, by torch alone on any device. A tensor that is not contiguous is copied once."""
+def lanes_of(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, key: int = 0) -> Ints:
+    """The fingerprints of many parts that are alike, taken on the tensor's device: ``(parts, LANES)``.
+
+    Law: it is ``layout.fingerprint.lanes_of(tensor.cpu(), ...)``, which is what is called for the CPU.
+
+    Args:
+        tensor: ``(parts, *lengths, len(columns))``.
+        outer: For each length its indices, of one part or of all.
+        columns: The indices in the last dim.
+        key: As for ``fingerprint_of``.
+
+    Raises:
+        DtypeError: Words of another size.
+    """
+    if tensor.device.type == "cpu":
+        return reference.lanes_of(tensor, outer, columns, key=key)
+    return on_device(tensor, outer, columns, key=key)
+
+
+def on_device(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, key: int = 0) -> Ints:
+    """As ``lanes_of``, by torch alone on any device. A tensor that is not contiguous is copied once."""
     size = tensor.element_size()
     if size not in _WORDS:
         raise DtypeError(
@@ -66,22 +88,19 @@ def on_device(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> 
             equation=f"itemsize({size})",
             hint="view the tensor as one of real numbers",
         )
-    box = place_of(tuple(tensor.shape), box)
-    if not box.numel:
-        return NOTHING
-    words = tensor.detach().view(_WORDS[size])
-    if not words.ndim:
-        words, box = words.reshape(1), Box.of((0,), (1,))
-    *outer, columns = box.dims
-    total = torch.zeros(LANES, dtype=torch.int64, device=tensor.device)
-    for at, segments, inside in segments_of(columns, SEGMENT // size, SEGMENT // size):
-        rows = words[..., at].reshape(-1, len(inside)).contiguous().view(torch.int8)
-        sums = _products(rows, _on(places_of(inside, size, key), tensor.device)).to(torch.int64)
-        for dim, indices in ((SEGMENT_DIM, segments), *reversed(list(enumerate(outer)))):
-            table = numbers(key, dim, np.array(indices)[None])[0].astype(np.int64)
-            sums = _fold(sums.reshape(-1, len(indices), LANES), _on(table, tensor.device))
-        total = (total + sums[0]) % MODULUS
-    return Fingerprint(tuple(total.tolist()))
+    parts, device = len(tensor), tensor.device
+    total = torch.zeros((parts, LANES), dtype=torch.int64, device=device)
+    if tensor.numel():
+        words = tensor.detach().view(_WORDS[size])
+        for at, segments, inside in segments_of(columns, SEGMENT // size, SEGMENT // size):
+            rows = words[..., at].reshape(-1, len(inside)).contiguous().view(torch.int8)
+            sums = _products(rows, _on(places_of(inside, size, key), device)).to(torch.int64)
+            for dim, indices in ((SEGMENT_DIM, np.array(segments)[None]), *reversed(list(enumerate(outer)))):
+                table = _on(numbers(key, dim, indices).astype(np.int64), device)
+                sums = _fold(sums.reshape(parts, -1, indices.shape[1], LANES), table[:, None])
+            total = (total + sums.reshape(parts, LANES)) % MODULUS
+    found: Ints = total.cpu().numpy()
+    return found
 
 
 def _products(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -115,15 +134,15 @@ def _is_exact(device: torch.device) -> bool:
 
 
 def _fold(sums: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The weighted sum over the middle dim of ``(n, indices, LANES)``, as residues.
+    """The weighted sum over the third dim of ``(parts, n, indices, LANES)``, as residues.
 
     A summand of up to 62 bits is multiplied by halves. The upper half's sum times 2**31 is a rotation of
     its 61 bits, for 2**61 is 1.
     """
-    total = torch.zeros_like(sums[:, 0])
-    for part, weight in zip(sums.split(_MOST_TERMS, dim=1), table.split(_MOST_TERMS), strict=True):
-        low = ((part & (1 << LOW) - 1) * weight).sum(dim=1) % MODULUS
-        high = ((part >> LOW) * weight).sum(dim=1) % MODULUS
+    total = torch.zeros_like(sums[:, :, 0])
+    for part, weight in zip(sums.split(_MOST_TERMS, dim=2), table.split(_MOST_TERMS, dim=2), strict=True):
+        low = ((part & (1 << LOW) - 1) * weight).sum(dim=2) % MODULUS
+        high = ((part >> LOW) * weight).sum(dim=2) % MODULUS
         turned = ((high & (1 << 61 - LOW) - 1) << LOW) | (high >> 61 - LOW)
         total = ((total + low) % MODULUS + turned) % MODULUS
     return total
