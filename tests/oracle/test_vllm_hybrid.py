@@ -13,13 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm_words import by_case, compare, ranks_of
 
-from shardweave.dialects import vllm
+from shardweave.dialects import megatron, vllm
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Dim, Layout, concat, even, prove, whole
 from shardweave.models import from_config
+from shardweave.plan import empty, materialise, plan, simulate
+from shardweave.refit.values import apply, landing
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "vllm_hybrid.json").read_text())
 CASES, REFUSALS = RECORDED["cases"], RECORDED["refusals"]
@@ -138,3 +141,61 @@ def test_live_vllm_holds_the_same(case: Mapping[str, Any]) -> None:
     layout = layout_of(case["config"], case["deployment"])
     for rank in (0, len(layout.mesh.ranks) - 1):
         agree(layout, rank, script().ask(case["config"], case["deployment"], rank))
+
+
+def random_weights(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Norms lie on a grid, so that they are the same after a detour around 0."""
+    rng, found = np.random.default_rng(11), {}
+    for name, marked in shapes.items():
+        on_grid = name.endswith("norm.weight")
+        drawn = rng.integers(512, 2048, marked.shape) / 1024 if on_grid else rng.normal(size=marked.shape)
+        found[name] = drawn.astype(np.float32)
+    return found
+
+
+@pytest.mark.peer("vllm")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("qwen3_next, tp 2, a dense layer", {"tp": 4, "etp": 2, "dp": 1}),
+        ("qwen3_5, tied, tp 4, pp 2", {"tp": 2, "pp": 3}),
+        ("nemotron_h, tp 2, pp 2", {"tp": 4, "pp": 2}),
+        ("nemotron_h, one group, tp 4", {"dp": 2}),
+    ],
+)
+def test_a_refit_from_megatron_is_a_fresh_load(
+    name: str, degrees: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with the values that vLLM changes while it loads, and the zeros that it writes."""
+    import torch
+
+    case, ask = named(name), script()
+    model, weights = from_config(case["config"]), random_weights(ask.checkpoint(case["config"]))
+    values = {
+        tensor: np.stack([weights[name] for name in tensor.names()]).reshape(
+            [len(dim) for dim in tensor.dims]
+        )
+        for tensor in model.tensors
+    }
+    trainer = megatron.layout(model, megatron.mesh(**degrees))
+    engine = layout_of(case["config"], case["deployment"])
+    landed, steps = landing(trainer, engine)
+    state = materialise(trainer, values)
+    for rank in trainer.mesh.ranks:
+        for array, (buffer, _) in trainer.arrays(rank).items():
+            state[rank][array] = buffer.transform.apply(state[rank][array])
+    moved = simulate(plan(trainer, landed), state, into=empty(landed, np.float32, fill=np.nan))
+    for module in (ask, ask.ASK):
+        monkeypatch.setattr(module, "checkpoint", lambda _: weights)
+    ask.without_images()
+    given = {**ask.ASK.DEPLOYMENT, **case["deployment"]}
+    for rank in engine.mesh.ranks:
+        ours = {array: torch.from_numpy(found) for array, found in moved[rank].items()}
+        apply(steps, rank, ours, ours)
+        with ask.ASK._groups(given["tp"], given["pp"], given["dp"], rank):
+            fresh = ask.ASK.load(case["config"], case["deployment"])
+        assert ours.keys() == fresh.keys()
+        for array, expected in fresh.items():
+            np.testing.assert_array_equal(ours[array].numpy(), expected, err_msg=f"rank {rank}, {array}")
