@@ -108,7 +108,12 @@ class Buffers:
         return self._staged
 
     def derive(self) -> None:
-        """See ``Target.derive``."""
+        """See ``Target.derive``: nothing is derived, but the arrays have to be those of the layout still.
+
+        Raises:
+            PlanError, DtypeError: An array was given another shape or dtype, as kernels that repack it do.
+        """
+        Source(self.layout, self._live, self.rank)
 
     def commit(self) -> None:
         """See ``Target.commit``."""
