@@ -17,30 +17,35 @@ On a mismatch ``pieces`` takes the fingerprint of each copy of one pair and tens
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, NoReturn
 
 import msgspec
+import numpy as np
 import torch
 
 from shardweave.errors import DigestError, FormatError
-from shardweave.layout.fingerprint import LANES, NOTHING, Fingerprint
+from shardweave.layout import BufferRule
+from shardweave.layout.dtype import itemsize
+from shardweave.layout.fingerprint import LANES, NOTHING, Fingerprint, total_of
+from shardweave.layout.table import Ints
 from shardweave.move import Schedule
-from shardweave.move.transport import Arrays, source_block, target_block, tensors
+from shardweave.move.transport import Arrays, slices, tensors
 from shardweave.plan import Copy
-from shardweave.refit.device import fingerprint_of
+from shardweave.refit.device import lanes_of
 
 Side = Literal["src", "dst"]
 """Which end of a copy: what is read, or what was written."""
 Sums = dict[tuple[int, str], Fingerprint]
 """By the rank at the other end, and the tensor."""
 
-MOST_BYTES = 1 << 26
-"""The most that encoded sums unpack to: half a million pairs of a rank and a tensor."""
-
+_MAGIC = b"shardweave.sums/1\n"
+_Body = tuple[list[str], list[int], list[int], bytes]
+"""Names of tensors; then for each pair the rank, which name, and the fingerprint."""
 _FINGERPRINT_BYTES = 8 * LANES
+_SMALL_BYTES, _STACK_BYTES = 1 << 18, 1 << 24
+"""Blocks of so many bytes are copied into stacks of so many: less than what each costs by itself."""
 
 
 # --- taking them --------------------------------------------------------------------------------
@@ -64,12 +69,13 @@ def sums(steps: Schedule, arrays: Mapping[str, Any], *, side: Side, key: int = 0
     Raises:
         DtypeError: Words of another size than 1, 2, 4 or 8 bytes.
     """
-    found: Sums = {}
-    held = tensors(arrays)
-    for copy in _copies(steps, side):
-        pair = _peer(copy, side), copy.family.tensor.name
-        found[pair] = found.get(pair, NOTHING) + _fingerprint(steps, copy, held, side, key)
-    return found
+    found: dict[tuple[int, str], list[Fingerprint]] = {}
+    for copies, lanes in _taken(steps, _copies(steps, side), tensors(arrays), side, key):
+        peers = np.array([_peer(copy, side) for copy in copies])
+        for peer in np.unique(peers).tolist():
+            pair = peer, copies[0].family.tensor.name
+            found.setdefault(pair, []).append(total_of(lanes[peers == peer]))
+    return {pair: sum(each, NOTHING) for pair, each in found.items()}
 
 
 def pieces(
@@ -87,21 +93,74 @@ def pieces(
         tensor: The name of the tensor.
         key: As for ``sums``.
     """
-    held = tensors(arrays)
-    return tuple(
-        _fingerprint(steps, copy, held, side, key) for copy in _between(steps, side, peer=peer, tensor=tensor)
-    )
+    copies = list(_between(steps, side, peer=peer, tensor=tensor))
+    found: dict[int, Fingerprint] = {}
+    for some, lanes in _taken(steps, copies, tensors(arrays), side, key):
+        prints = [Fingerprint(tuple(row)) for row in lanes.tolist()]
+        found |= {id(copy): each for copy, each in zip(some, prints, strict=True)}
+    return tuple(found[id(copy)] for copy in copies)
 
 
-def _fingerprint(steps: Schedule, copy: Copy, arrays: Arrays, side: Side, key: int) -> Fingerprint:
+def _taken(
+    steps: Schedule, copies: Iterable[Copy], arrays: Arrays, side: Side, key: int
+) -> Iterator[tuple[list[Copy], Ints]]:
+    """The fingerprints of copies, ``(copies, LANES)``, of those at once that are alike and small.
+
+    Alike are copies of one family between arrays of the same dims, whose blocks have one shape and lie in the
+    same columns. All of them together, stacked, cost little more than one by itself.
+    """
+    alike: dict[Hashable, list[Copy]] = {}
+    for copy in copies:
+        shape = tuple([len(dim) for dim in (copy.src_box if side == "src" else copy.dst_box).dims])
+        columns = copy.elements.dims[copy.dst_dims[-1]] if copy.dst_dims else None
+        alike.setdefault((id(copy.family), copy.src_dims, copy.dst_dims, shape, columns), []).append(copy)
+    for some in alike.values():
+        num_bytes = some[0].elements.numel * itemsize(_rule(steps, some[0], side).dtype)
+        step = max(_STACK_BYTES // num_bytes, 1) if num_bytes <= _SMALL_BYTES else 1
+        for at in range(0, len(some), step):
+            yield some[at : at + step], _lanes(steps, some[at : at + step], arrays, side, key)
+
+
+def _lanes(steps: Schedule, copies: Sequence[Copy], arrays: Arrays, side: Side, key: int) -> Ints:
+    """The fingerprints of copies that are alike, each in the dims of the destination's array.
+
+    That is the order in which one side at least has its elements side by side.
+    """
+    first = copies[0]
     if side == "src":
-        dtype = getattr(torch, steps.plan.dst.rules[copy.family.dst_rule].dtype)
-        block = source_block(copy, arrays).to(dtype)
+        blocks = [arrays[copy.src_name][slices(copy.src_box)] for copy in copies]
     else:
-        block = target_block(copy, arrays)
-    order = sorted(range(len(copy.dst_dims)), key=copy.dst_dims.__getitem__)
-    block = block.permute(order).reshape(copy.elements.shape)
-    return fingerprint_of(block, copy.elements, key=key)
+        blocks = [arrays[copy.dst_name][slices(copy.dst_box)] for copy in copies]
+    stacked = torch.stack(blocks) if len(blocks) > 1 else blocks[0][None]
+    dims = first.dst_dims
+    if side == "src":  # dims that only one of the two arrays has are of length 1
+        order = [first.src_dims.index(d) for d in dims if d in first.src_dims]
+        order += [i for i in range(len(first.src_dims)) if i not in order]
+        stacked = stacked.permute(0, *(1 + i for i in order)).to(_torch_dtype(_rule(steps, first, "dst")))
+    outside = [d for d in range(len(first.elements.dims)) if d not in dims]
+    *outer, columns = [[copy.elements.dims[d] for copy in copies] for d in (*outside, *dims)] or [[range(1)]]
+    shape = [len(each[0]) for each in (*outer, columns)]
+    return lanes_of(stacked.reshape(len(copies), *shape), list(map(_indices, outer)), columns[0], key=key)
+
+
+def _indices(ranges: list[range]) -> Ints:
+    """The indices of a dim, one row for each copy, or for all where they are the same."""
+    first = ranges[0]
+    if any(r.step != first.step for r in ranges):
+        return np.stack([np.arange(r.start, r.stop, r.step) for r in ranges])
+    starts = np.array([r.start for r in ranges], dtype=np.int64)[:, None]
+    found: Ints = np.arange(0, len(first) * first.step, first.step, dtype=np.int64) + starts
+    return found if (starts != starts[0]).any() else found[:1]
+
+
+def _rule(steps: Schedule, copy: Copy, side: Side) -> BufferRule:
+    plan, family = steps.plan, copy.family
+    return plan.src.rules[family.src_rule] if side == "src" else plan.dst.rules[family.dst_rule]
+
+
+def _torch_dtype(rule: BufferRule) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, rule.dtype)
+    return dtype
 
 
 def _copies(steps: Schedule, side: Side) -> Iterator[Copy]:
@@ -231,24 +290,20 @@ def encode(found: Sums) -> bytes:
         [numbers[name] for _, name in pairs],
         encode_pieces(found[pair] for pair in pairs),
     )
-    return zlib.compress(msgspec.msgpack.encode(body), 1)
+    return _MAGIC + msgspec.msgpack.encode(body)
 
 
 def decode(data: bytes) -> Sums:
-    """The sums that ``encode`` wrote. What it allocates is bounded.
+    """The sums that ``encode`` wrote. What it allocates is a few times the bytes that it is given.
 
     Raises:
         FormatError: The bytes are none.
     """
-    unpack = zlib.decompressobj()
+    if data[: len(_MAGIC)] != _MAGIC:
+        _not_sums(f"version {bytes(data[: len(_MAGIC)])!r} != {_MAGIC!r}")
     try:
-        body = unpack.decompress(data, MOST_BYTES)
-        if not unpack.eof or unpack.unused_data:
-            _not_sums(f"bytes({len(data)}) unpack to more than {MOST_BYTES}, or to less than they say")
-        names, ranks, numbers, each = msgspec.msgpack.decode(
-            body, type=tuple[list[str], list[int], list[int], bytes]
-        )
-    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        names, ranks, numbers, each = msgspec.msgpack.decode(data[len(_MAGIC) :], type=_Body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         _not_sums(f"{len(data)} bytes: {error}")
     prints = decode_pieces(each)
     if not len(ranks) == len(numbers) == len(prints):
