@@ -116,6 +116,31 @@ def of_megatron(case: dict[str, Any], rank: int) -> tuple[Source, Wrong]:
     return source(), wrong
 
 
+def of_latent(case: dict[str, Any], rank: int) -> tuple[Source, Wrong]:
+    """A DeepSeek model: latent attention, shared experts, a correction bias, layers for further tokens."""
+    from megatron_mla_cpu import build, held
+
+    degrees = {axis: case.get(axis, 1) for axis in ("tp", "pp", "ep")}
+    built = build(case["config"], **degrees)
+    for number, value in enumerate(held(built).values()):
+        value.fill_(number)
+    dp = dist.get_world_size() // (degrees["tp"] * degrees["pp"])
+    mesh = megatron.mesh(dp=dp, etp=1, **degrees)
+
+    def source(**given: Any) -> Source:
+        model = from_config(case["config"] | given.pop("config", {}))
+        given = {"mtp_layer": "transformer_layer"} | given
+        return from_megatron(built, model=model, mesh=mesh, rank=rank, **given)
+
+    wrong: Wrong = {
+        "no name of the layer within": lambda: source(mtp_layer=""),
+        "another rank of q": lambda: source(config={"q_lora_rank": 26}),
+        "no layers for further tokens": lambda: source(config={"num_nextn_predict_layers": 0}),
+        "another shared expert": lambda: source(config={"n_shared_experts": 2}),
+    }
+    return source(), wrong
+
+
 class SimpleModule(torch.nn.Module):
     """A wrapper as Megatron has several."""
 
@@ -184,11 +209,12 @@ def main(rank: int, world_size: int, store: str, cases: str, out: Path) -> None:
         timeout=timedelta(seconds=120),
     )  # fmt: skip
     for case in json.loads(Path(cases).read_text()):
-        if case["trainer"] == "megatron":
+        if case["trainer"] != "fsdp2":
             from megatron_cpu import replace_cuda
 
             replace_cuda()
-        source, wrong = (of_megatron if case["trainer"] == "megatron" else of_fsdp2)(case, rank)
+        trainers = {"megatron": of_megatron, "latent": of_latent, "fsdp2": of_fsdp2}
+        source, wrong = trainers[case["trainer"]](case, rank)
         held = {name: array.numpy().copy() for name, array in source.arrays.items()}
         np.savez(out / f"{case['name']}.{rank}.npz", **held)
         live = True

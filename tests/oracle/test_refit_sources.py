@@ -44,6 +44,16 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "gqa-tp2pp2-tied": {"kind": "gqa", "tp": 2, "pp": 2, "tied": True},
     "moe-tp2ep2": {"kind": "moe", "tp": 2, "ep": 2, "etp": 1},
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "dtype": "float32",
+    "vocab_size": 72, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 6, "intermediate_size": 44, "moe_intermediate_size": 14, "n_routed_experts": 10,
+    "n_shared_experts": 3, "num_experts_per_tok": 4, "n_group": 5, "topk_group": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "q_lora_rank": 22, "kv_lora_rank": 18,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_nextn_predict_layers": 2,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    "max_position_embeddings": 32, "attention_bias": False,
+}  # fmt: skip
 FSDP2: dict[str, dict[str, Any]] = {
     "moe-dp4": {"family": "qwen3_moe", "mesh": {"dp": 4}, "config": {}},
     "moe-hsdp": {"family": "qwen3_moe", "mesh": {"replicate": 2, "shard": 2}, "config": {}},
@@ -87,7 +97,8 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 **case,
             }
             for name, case in MEGATRON.items()
-        ],
+        ]
+        + [{"name": "latent", "trainer": "latent", "config": LATENT, "tp": 2, "pp": 2}],
         folder,
     )
     return folder
@@ -183,6 +194,28 @@ def test_a_megatron_model_described_wrongly_is_refused_by_name(megatron: Path, n
         assert square == (degrees == "accepted"), degrees
         for what, text in said.items():
             assert re.match(WRONG[what], text), f"{what}: {text}"
+
+
+@pytest.mark.peer("megatron.core")
+@pytest.mark.dist
+def test_a_model_with_latent_attention_is_read_with_its_buffers(megatron: Path) -> None:
+    """What its parameters hold is asked in test_megatron_mla; here, that all of them are found."""
+    found = reports(megatron, "latent")
+    assert len({report["layout"] for report in found}) == 1 and all(report["live"] for report in found)
+    names: set[str] = set()
+    for rank in range(WORLD_SIZE):
+        with np.load(megatron / f"latent.{rank}.npz") as stored:
+            names.update(stored)
+    assert any(name.endswith("mlp.router.expert_bias") for name in names)
+    assert any("mtp.layers.1" in name for name in names)
+    for rank, report in enumerate(found):
+        said = report["said"]
+        # The layers for further tokens are on the last stage; its names say what the first stage cannot know.
+        open_ = said["no name of the layer within"]
+        assert open_ == "accepted" if rank >= 2 else "2 of 8 forms" in open_
+        assert "q_lora_rank(22) != 26 of the deepseek_v3 config" in said["another rank of q"]
+        assert "mtp_num_layers(2) != 0" in said["no layers for further tokens"]
+        assert "moe_shared_expert_intermediate_size(42) != 28" in said["another shared expert"]
 
 
 @pytest.mark.peer("transformers")

@@ -18,6 +18,7 @@ import torch
 
 from shardweave.dialects import megatron
 from shardweave.dialects.megatron.ranks import Stages, layers_of
+from shardweave.dialects.megatron.weights import MTP_LAYERS
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Layout, Mesh
 from shardweave.models import Block, Model
@@ -37,15 +38,12 @@ _REPLICAS = ("cp", "dp", "edp")
 """Axes on which ranks hold the same; their groups are compared where they are given."""
 
 _MUST_BE: dict[str, tuple[object, ...]] = {
-    "gated_linear_unit": (True,),
     "normalization": ("RMSNorm",),
-    "layernorm_zero_centered_gamma": (False, None),
-    "multi_latent_attention": (False, None),
-    "attention_output_gate": (False, None),
-    "mtp_num_layers": (None, 0),
     "heterogeneous_block_specs": (False, None),
 }
 """Attributes that change what parameters mean, with the values at which the dialect describes them."""
+_KINDS = ("moe", "shared", "mla", "gated_attention", "delta", "plain_mlp")
+"""Kinds of blocks that a config has or has not."""
 
 
 def from_megatron(
@@ -57,6 +55,8 @@ def from_megatron(
     groups: Any = None,
     spec: str = "",
     experts: str = "",
+    mtp_layer: str = "",
+    down_proj: str = "",
 ) -> Source:
     """What a rank of a Megatron-Core job owns.
 
@@ -70,6 +70,8 @@ def from_megatron(
             the model was built with by default.
         spec: Layer spec, ``"te"`` or ``"local"``; by the names of the parameters where not given.
         experts: ``"grouped"`` or ``"sequential"``; likewise.
+        mtp_layer: What the layer within a layer for a further token is called; likewise.
+        down_proj: How latent attention's way down is held, as for ``dialects.megatron.layout``.
 
     Returns:
         The layout of all ranks, and the parameters of this one under the names of its modules; with virtual
@@ -77,7 +79,7 @@ def from_megatron(
 
     Raises:
         GeometryError: A degree, a position in a group or the layers of a chunk are not the mesh's; or a
-            group is needed and not there; or the names leave open which spec the job has.
+            group is needed and not there; or the names leave open in which form the job has its weights.
         ModelError: The ``TransformerConfig`` is not that of the model.
         UnknownNameError: A parameter or persistent buffer is none of the model's, or one is missing.
         PlanError, DtypeError: A parameter has another shape or dtype.
@@ -104,11 +106,23 @@ def from_megatron(
         prefix = f"model{v}." if len(bare) > 1 else ""
         state |= {prefix + name: tensor for name, tensor in state_of(chunk).items()}
     divisor = _vocab_divisor(bare, model, mesh.axis_size("tp"), where)
+    forms = itertools.product(
+        [spec] if spec else ["te", "local"],
+        [experts] if experts else ["grouped", "sequential"],
+        [mtp_layer] if mtp_layer else MTP_LAYERS if any(True for _ in model.of("mtp")) else MTP_LAYERS[:1],
+    )
     candidates = [
-        megatron.layout(model, mesh, spec=s, experts=e, pipeline=pipeline, vocab_divisor=divisor)
-        for s, e in itertools.product(
-            [spec] if spec else ["te", "local"], [experts] if experts else ["grouped", "sequential"]
+        megatron.layout(
+            model,
+            mesh,
+            spec=one,
+            experts=each,
+            pipeline=pipeline,
+            vocab_divisor=divisor,
+            mtp_layer=further,
+            down_proj=down_proj,
         )
+        for one, each, further in forms
     ]
     return Source(_by_names(candidates, set(state), rank), Live(state), rank)
 
@@ -228,10 +242,10 @@ def _by_names(candidates: Sequence[Layout], names: set[str], rank: int) -> Layou
     nearest = [candidates[i] for distance, i in sorted(distances) if distance == min(distances)[0]]
     if min(distances)[0] == 0 and any(one != nearest[0] for one in nearest[1:]):
         raise GeometryError(
-            "the names of a rank's parameters say which layer spec the job has, or it is given",
+            "the names of a rank's parameters say in which form the job has them, or it is given",
             where=f"rank {rank}",
             equation=f"{len(nearest)} of {len(candidates)} forms have these {len(names)} names",
-            hint="pass spec='te' or 'local', and experts='grouped' or 'sequential'",
+            hint="pass spec='te' or 'local', experts='grouped' or 'sequential', and mtp_layer= where needed",
         )
     return nearest[0]
 
@@ -251,19 +265,31 @@ def _check_model(config: Any, model: Model, chunks: Sequence[Any], where: str) -
                 hint="its parameters mean something else; this needs a rule in shardweave.dialects.megatron",
             )
     said: list[tuple[str, object, object]] = [("num_layers", config.num_layers, model.num_layers)]
-    for block in model.blocks:
-        said += _said(config, block)
     for chunk in chunks:
         tied = bool(chunk.share_embeddings_and_output_weights)
         said.append(("share_embeddings_and_output_weights", tied, model.tied))
-    for kind, name in (("moe", "num_moe_experts"), ("shared", "moe_shared_expert_intermediate_size")):
-        if not any(True for _ in model.of(kind)):
-            said.append((name, getattr(config, name, None) or 0, 0))
+    has = {kind: sum(1 for _ in model.of(kind)) for kind in _KINDS}
+    further = {n for block in model.of("mtp") for _, n in block.layers}
+    biased = any("router_bias" in block.tensors for block in model.of("moe"))
+    for name, wanted in (
+        ("num_moe_experts", has["moe"]),
+        ("moe_shared_expert_intermediate_size", has["shared"]),
+        ("moe_router_enable_expert_bias", biased),
+        ("multi_latent_attention", has["mla"]),
+        ("attention_output_gate", has["gated_attention"]),
+        # These families store their norms around 0, and no other does.
+        ("layernorm_zero_centered_gamma", has["delta"]),
+        ("gated_linear_unit", not has["plain_mlp"]),
+    ):
+        said.append((f"whether {name}", bool(getattr(config, name, None)), bool(wanted)))
+    said.append(("mtp_num_layers", getattr(config, "mtp_num_layers", None) or 0, len(further)))
+    for block in model.blocks:
+        said += _said(config, block)
     for name, theirs, ours in said:
         if theirs != ours:
             raise ModelError(
                 "the config of a Megatron model is that of the Hugging Face model",
-                where=f"{where}, TransformerConfig.{name}",
+                where=f"{where}, TransformerConfig",
                 equation=f"{name}({theirs}) != {ours} of the {model.family} config",
                 hint="take the config that belongs to the job; head counts are global, never those of a rank",
             )
@@ -275,14 +301,33 @@ def _said(config: Any, block: Block) -> Iterator[tuple[str, object, object]]:
     if "hidden_size" in sizes:
         yield "hidden_size", config.hidden_size, sizes["hidden_size"]
     match block.kind:
-        case "attention":
+        case "attention" | "gated_attention":
             yield "num_attention_heads", config.num_attention_heads, sizes["num_heads"]
             yield "num_query_groups", config.num_query_groups, sizes["num_kv_heads"]
             yield "kv_channels", config.kv_channels, sizes["head_dim"]
             yield "qk_layernorm", bool(config.qk_layernorm), "q_norm" in block.tensors
             biased = bool(config.add_qkv_bias or config.add_bias_linear)
             yield "add_qkv_bias or add_bias_linear", biased, "q_bias" in block.tensors
-        case "mlp":
+        case "mla":
+            rope = config.qk_pos_emb_head_dim
+            yield "num_attention_heads", config.num_attention_heads, sizes["num_heads"]
+            yield "q_lora_rank", config.q_lora_rank or 0, sizes["q_rank"]
+            yield "kv_lora_rank", config.kv_lora_rank, sizes["kv_rank"]
+            yield "qk_pos_emb_head_dim", rope, sizes["rope_dim"]
+            yield "qk_head_dim + qk_pos_emb_head_dim", config.qk_head_dim + rope, sizes["q_head_dim"]
+            yield "v_head_dim", config.v_head_dim, sizes["v_head_dim"]
+        case "delta":
+            yield "linear_num_key_heads", config.linear_num_key_heads, sizes["num_k_heads"]
+            yield "linear_num_value_heads", config.linear_num_value_heads, sizes["num_v_heads"]
+            yield "linear_key_head_dim", config.linear_key_head_dim, sizes["k_head_dim"]
+            yield "linear_value_head_dim", config.linear_value_head_dim, sizes["v_head_dim"]
+            yield "linear_conv_kernel_dim", config.linear_conv_kernel_dim, sizes["kernel_size"]
+        case "mamba":
+            yield "mamba_num_heads", config.mamba_num_heads, sizes["num_heads"]
+            yield "mamba_head_dim", config.mamba_head_dim, sizes["head_dim"]
+            yield "mamba_num_groups", config.mamba_num_groups, sizes["num_groups"]
+            yield "mamba_state_dim", config.mamba_state_dim, sizes["state_size"]
+        case "mlp" | "plain_mlp":
             yield "ffn_hidden_size", config.ffn_hidden_size, sizes["ffn_size"]
         case "moe":
             yield "num_moe_experts", config.num_moe_experts, sizes["num_experts"]
