@@ -1,4 +1,4 @@
-"""Hybrid models: names and shapes by hand, segments by hand, and what is refused."""
+"""Hybrid models: names and shapes by hand, segments by hand, what is stored, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardweave.errors import ModelError
+from shardweave.dialects import megatron
+from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Dim, concat, cut, whole
 from shardweave.models import Block, Model, from_config
 from shardweave.models.mixers import conv_segments, delta_segments, mamba_segments
@@ -186,6 +187,28 @@ def test_the_segments_of_a_mixer_are_all_of_its_rows_once(tiny: Any) -> None:
     block = only(from_config(tiny("nemotron_h")), "mamba")
     for conv, role in ((False, "in"), (True, "conv")):
         assert concat(*mamba_segments(block, conv=conv).values()) == whole(block.tensors[role].shape[0])
+
+
+# --- what Megatron stores ---------------------------------------------------------------------------
+
+
+def test_layers_of_mixers_are_numbered_in_a_checkpoint(tiny: Any) -> None:
+    """Megatron's class for them stacks none, alike or not; a linear layer of segments has one extra state."""
+    model = from_config(tiny("mamba2"))
+    with pytest.raises(GeometryError, match="all alike: False"):
+        megatron.checkpoint(model)
+    keys = set(megatron.checkpoint(model, layer_keys="per_layer").arrays(0))
+    segments = {f"decoder.layers.1.mixer.in_proj.weight.{name}" for name in ("z", "x", "B", "C", "dt")}
+    assert segments <= keys and "decoder.final_norm.weight" in keys
+    assert set(megatron.variant(keys, model).arrays(0)) == keys
+    found = list(megatron.extra_states(model, layer_keys="per_layer"))
+    assert sorted(found) == sorted(
+        f"decoder.{name}._extra_state/shard_0_1"
+        for name in (
+            "final_norm",
+            *(f"layers.{i}.mixer.{linear}" for i in (0, 1) for linear in ("in_proj", "out_proj")),
+        )
+    )
 
 
 # --- refusals -------------------------------------------------------------------------------------

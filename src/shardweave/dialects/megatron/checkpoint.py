@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
 from shardweave.dialects.megatron.weight import Weight, halves, rows
-from shardweave.dialects.megatron.weights import MTP_LAYERS, weights
+from shardweave.dialects.megatron.weights import MTP_LAYERS, NUMBERED, weights
 from shardweave.dialects.names import match
 from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, even, whole
@@ -62,8 +62,12 @@ def _variants(model: Model, padded_vocab: int | None) -> Iterator[Layout]:
 
 
 def layers_alike(model: Model) -> bool:
-    """Whether all layers of the decoder have the same weights, and so may be stacked."""
-    return all(len(block.layers) in (0, model.num_layers) for block in model.decoder.blocks)
+    """Whether all layers of the decoder have the same weights, and so may be stacked.
+
+    Layers beside mixers are numbered in any case: Megatron's class for them stacks none.
+    """
+    numbered = any(True for kind in NUMBERED for _ in model.of(kind))
+    return not numbered and all(len(block.layers) in (0, model.num_layers) for block in model.decoder.blocks)
 
 
 def _stored(
@@ -105,11 +109,12 @@ def _rule(model: Model, weight: Weight, layer_keys: str) -> BufferRule:
     dims = (weight.layers, *(dim for _, dim in index[1:]), *weight.dims)
     path = weight.path.replace("mlp.experts.", "mlp.experts.experts.")
     if layer_keys == "stacked" and not weight.further:
-        if len(weight.layers) != model.num_layers:
+        if len(weight.layers) != model.num_layers or not layers_alike(model):
             raise GeometryError(
                 "layers that are stacked in one tensor are all alike",
                 where=f"weight {weight.path!r}",
-                equation=f"it is on {len(weight.layers)} of {model.num_layers} layers: {weight.layers}",
+                equation=f"it is on {len(weight.layers)} of {model.num_layers} layers: {weight.layers}, "
+                f"all alike: {layers_alike(model)}",
                 hint="store unlike layers with layer_keys='per_layer' (Megatron's non-homogeneous layers)",
             )
         stacked = tuple(range(len(dims)))
@@ -140,9 +145,12 @@ def extra_states(model: Model, *, spec: str = "te", layer_keys: str = "stacked")
         module, _, kind = (f"{path}.weight" if segment else weight.path).rpartition(".")
         if segment and (module, weight.layers) in seen:
             continue
-        seen.add((module, weight.layers))
+        if segment:
+            seen.add((module, weight.layers))
         layered = bool(weight.parts[0].tensor.index)
         linear = kind == "weight" and layered and (weight.cut_dim is not None or ".linear_" in module)
+        if module.endswith((".conv1d", "mixer.norm")):
+            continue
         if linear:
             yield from _extra_state(model, weight, module, layer_keys)
         if spec == "te" and linear and module.endswith((".linear_qkv", ".linear_kv_up_proj")):

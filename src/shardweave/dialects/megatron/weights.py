@@ -14,6 +14,9 @@ from shardweave.models.spec import Block, Model
 MTP_LAYERS = ("transformer_layer", "mtp_model_layer")
 """What versions of Megatron call the layer within a layer for a further token, that of 0.16.1 first."""
 
+NUMBERED = ("mamba", "plain_mlp")
+"""The kinds of blocks that only Megatron's model of mixers has, which stores each layer under its number."""
+
 
 def fused_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Dim:
     """The rows of a fused QKV weight: for each KV group its query heads, then its K, then its V.
@@ -208,7 +211,7 @@ def _weights(
             yield from _further(block)
         case "final":
             # Megatron's model of mixers is a class of its own, with another name for its last norm.
-            mixers = any(True for kind in ("mamba", "plain_mlp") for _ in model.of(kind))
+            mixers = any(True for kind in NUMBERED for _ in model.of(kind))
             name = "final_norm" if mixers else "final_layernorm"
             yield from weight_of(block, f"decoder.{name}.weight", "norm")
         case "head":
