@@ -27,7 +27,13 @@ class Engine:
         begin = time.perf_counter()
         refit: dict[str, Any] = {}
         if backend != "none":
-            refit = {"weight_transfer_config": WeightTransferConfig(backend=backend), "load_format": "dummy"}
+            from shardweave.refit.engines.vllm import WORKER
+
+            refit = {
+                "weight_transfer_config": WeightTransferConfig(backend=backend),
+                "load_format": "dummy",
+                "worker_extension_cls": WORKER,
+            }
         self.llm = LLM(
             model=folder,
             tensor_parallel_size=tp,
@@ -51,6 +57,21 @@ class Engine:
         self.llm.finish_weight_update()
         self.llm.reset_prefix_cache()
         return {"seconds": time.perf_counter() - begin}
+
+    def refit_or_say(self) -> str:
+        """A refit of which it is said why it failed."""
+        from shardweave.errors import TransportError
+        from shardweave.refit.engines.vllm import refit
+
+        try:
+            refit(self.llm)
+        except TransportError as error:
+            return str(error)
+        return ""
+
+    def audit(self) -> list[dict[str, Any]]:
+        """What each worker finds where it derives the served weights once more."""
+        return list(self.llm.collective_rpc("refit_audit"))
 
     def generate(self, *, prompts: list[list[int]], num_tokens: int) -> list[dict[str, Any]]:
         """For each prompt the greedy tokens, and the log probabilities of prompt and tokens."""
@@ -93,6 +114,8 @@ def main() -> None:
             "start": engine.start,
             "join": engine.join,
             "refit": engine.refit,
+            "refit_or_say": engine.refit_or_say,
+            "audit": engine.audit,
             "generate": engine.generate,
         },
     )

@@ -33,7 +33,9 @@ SOURCES = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHO
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-tp2": {"model": "qwen3", "trainer": "megatron", "trainers": 2, "tp": 2, "engine_tp": 2},
-    "qwen3-tp4": {"model": "qwen3", "trainer": "megatron", "trainers": 4, "tp": 4, "engine_tp": 2},
+    "qwen3-tp4": {
+        "model": "qwen3", "trainer": "megatron", "trainers": 4, "tp": 4, "engine_tp": 2, "lose": True,
+    },
     "qwen3-fsdp2": {"model": "qwen3", "trainer": "fsdp2", "trainers": 4, "mesh": {"dp": 4}, "engine_tp": 2},
     "qwen3_moe-tp2": {
         "model": "qwen3_moe", "trainer": "megatron", "trainers": 2, "tp": 2, "ep": 2, "etp": 1,
@@ -68,6 +70,7 @@ class Limits:
 
     start: float = 1200.0
     command: float = 400.0
+    wait: float = 60.0
 
 
 class Run:
@@ -215,15 +218,16 @@ def run_case(
     assert len(told_apart) == len(answers), "fresh engines of different weights answer differently"
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"host": "127.0.0.1", "port": store.port}
+    meeting: dict[str, Any] = {"host": "127.0.0.1", "port": store.port}
     lines: list[Line] = []
     with (
         run.trainers(name, case) as trainers,
         run.engine(f"{name}-engine", run.checkpoint(case["model"], 1), tp, "shardweave") as engine,
     ):
         engine.call("start", within_s=run.limits.start)
-        info = {**meeting, "publishers": case["trainers"], "transport": transport, "timeout_s": 120.0}
-        joins = [(rank, "join", {**meeting, "transport": transport}) for rank in trainers]
+        meeting |= {"transport": transport, "timeout_s": run.limits.wait}
+        joins = [(rank, "join", meeting) for rank in trainers]
+        info = meeting | {"publishers": case["trainers"]}
         together([*joins, (engine, "join", {"info": info})], run.limits.command)
         for version, number in enumerate(numbers, 1):
             together([(rank, "take", {"version": number}) for rank in trainers], run.limits.command)
@@ -231,10 +235,32 @@ def run_case(
                 trainers[0].call("spoil", within_s=run.limits.command)
             lines.append(_refit(run, trainers, engine, version, answers[number], needed_bytes(config, tp)))
             print(lines[-1], flush=True)
+        audits = engine.call("audit", within_s=run.limits.command)
+        if any(audit["error"] or audit["different"] or not audit["compared"] for audit in audits):
+            raise wire.FailedError(f"what is served is not what vLLM derives from its weights: {audits}")
         # What is served already moves nothing and changes nothing.
         lines.append(_refit(run, trainers, engine, versions, answers[numbers[-1]], 0))
         print(lines[-1], "(again)", flush=True)
+        if case.get("lose"):
+            _lose_one(run, trainers, engine, versions + 1, answers[numbers[-1]])
     return lines
+
+
+def _lose_one(
+    run: Run, trainers: Sequence[wire.Process], engine: wire.Process, version: int, expected: Any
+) -> None:
+    """A trainer's rank dies before it publishes: all others hear of it, the engine serves what it served."""
+    *left, lost = trainers
+    together([(rank, "take", {"version": version}) for rank in trainers], run.limits.command)
+    begin = time.monotonic()
+    lost.kill()
+    publishes = [(rank, "publish_or_say", {"version": version}) for rank in left]
+    said = together([*publishes, (engine, "refit_or_say", {})], run.limits.command)
+    seconds = time.monotonic() - begin
+    answer = ask(engine, run.limits)
+    if not all(said) or answer != expected or seconds > 3 * run.limits.wait:
+        raise wire.FailedError(f"a rank was killed: equal({answer == expected}), {seconds:.0f} s, {said}")
+    print(f"{version:>7}  a rank was killed: refused by all in {seconds:.0f} s, answers equal", flush=True)
 
 
 def _refit(

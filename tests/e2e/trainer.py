@@ -20,10 +20,12 @@ import torch.distributed as dist
 import wire
 
 from shardweave.dialects import fsdp, megatron
+from shardweave.errors import ShardweaveError
 from shardweave.refit import Publisher, Session
 from shardweave.refit.sources import Source, from_fsdp2
 
 TIMEOUT_S = 120.0
+"""For processes to come; between the ranks of a refit a run says how long they wait."""
 
 
 class Megatron:
@@ -157,7 +159,7 @@ class Rank:
         )
         self.trainer = {"megatron": Megatron, "fsdp2": Fsdp2}[case["trainer"]](case, self.config, rank)
 
-    def join(self, *, host: str, port: int, transport: str) -> dict[str, Any]:
+    def join(self, *, host: str, port: int, transport: str, timeout_s: float) -> dict[str, Any]:
         trainers, world = self.case["trainers"], self.case["trainers"] + self.case["engine_tp"]
         store = dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
@@ -168,7 +170,7 @@ class Rank:
             receivers=range(trainers, world),
             rank=self.rank,
             transport=transport,
-            timeout_s=TIMEOUT_S,
+            timeout_s=timeout_s,
         )
         source = self.trainer.source()
         self.publisher = Publisher(session, source)
@@ -193,6 +195,14 @@ class Rank:
             "steps": dict(done.seconds),
         }
 
+    def publish_or_say(self, *, version: int) -> str:
+        """A publication of which it is said why it failed."""
+        try:
+            self.publisher.publish(version)
+        except ShardweaveError as error:
+            return str(error)
+        return ""
+
     def score(self, *, tokens: list[list[int]]) -> list[list[float]]:
         """The log probability of each token after the first, and of the likeliest one in its place."""
         found = []
@@ -209,7 +219,8 @@ def main() -> None:
     torch.set_num_threads(1)
     case, rank, store, address = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     here = Rank(case, rank, store)
-    wire.serve(address, {"join": here.join, "take": here.take, "publish": here.publish, "score": here.score})
+    commands = ("join", "take", "spoil", "publish", "publish_or_say", "score")
+    wire.serve(address, {command: getattr(here, command) for command in commands})
 
 
 if __name__ == "__main__":

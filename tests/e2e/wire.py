@@ -65,6 +65,11 @@ class Process:
         self.send(do, **given)
         return self.answer(within_s)
 
+    def kill(self) -> None:
+        """As a machine that fails: nobody is told."""
+        self._process.kill()
+        self._process.wait(10)
+
     def end(self) -> None:
         """End it and what it started."""
         if self._pipe is not None:
