@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +21,7 @@ from typing import IO, Any
 import pytest
 
 from shardweave.convert import Geometry, convert, open_checkpoint, prepare
-from shardweave.convert.staging import FOLDER, Staging, require_finished, unfinished
+from shardweave.convert.staging import FOLDER, Staging, require_finished, reserve, unfinished
 from shardweave.errors import ExistsError, FormatError, JournalError, ShardweaveError, WriteError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -285,6 +287,54 @@ def test_a_full_disk_is_said_and_nothing_is_published(name: str, tmp_path: Path)
     assert files(case.dst) == case.expected and report.resumed > 0
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own call is asked for all bytes of every file, and its refusal is what a user reads."""
+    case = Case(tmp_path, name)
+    asked: list[int] = []
+
+    class NoRoom:
+        def __init__(self, name: None, *, use_errno: bool) -> None:
+            pass
+
+        def fallocate(self, descriptor: int, mode: int, offset: Any, size: Any) -> int:
+            assert mode == offset.value == 0 and size.value == os.fstat(descriptor).st_size
+            asked.append(size.value)
+            ctypes.set_errno(code)
+            return -1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", NoRoom)
+        patch.setattr(os, "pwrite", lambda *args: pytest.fail("a byte is written"))
+        code = errno.ENOSPC
+        with pytest.raises(
+            WriteError, match=r"(safetensors|distcp): No space left on device\. hint: make room"
+        ):
+            convert(case.job, case.dst)
+    assert len(asked) == 1 and not case.guard()
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", NoRoom)
+        code = errno.EOPNOTSUPP  # a file system that cannot: then writing tells
+        convert(case.job, case.dst)
+    assert files(case.dst) == case.expected
+    (tmp_path / "laid out").mkdir()
+    weights = case.job.target.allocate(tmp_path / "laid out").files.values()
+    assert sorted(asked[1:]) == sorted(weights) and len(weights) > 1
+
+
+def test_room_is_reserved(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for size in (0, 1 << 20):
+        with path.open("wb") as file:
+            file.truncate(size)
+        reserve(path)
+        assert path.read_bytes() == bytes(size)
+    ready = path.stat().st_blocks * 512
+    assert ready >= 1 << 20 or ready == 0, "a file system reserves all of a file, or cannot do it"
+
+
 def test_a_disk_that_fills_up_outside_the_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tmp_path, "hf")
 
@@ -467,11 +517,26 @@ def test_a_source_that_may_not_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("workers", "memory_bytes"), [(1, 1 << 16), (1, 1 << 27), (5, 1 << 20)])
-def test_the_bytes_do_not_depend_on_workers_and_memory(
-    name: str, workers: int, memory_bytes: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("workers", "memory_bytes", "write_bytes"),
+    [(1, 1 << 16, 1 << 19), (1, 1 << 27, 1001), (5, 1 << 20, 4096)],
+)
+def test_the_bytes_do_not_depend_on_workers_memory_and_calls(
+    name: str,
+    workers: int,
+    memory_bytes: int,
+    write_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case(tmp_path, name)
+    case, write, sizes = Case(tmp_path, name), os.pwrite, set[int]()
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        sizes.add(len(data))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr("shardweave.convert.execute._WRITE_BYTES", write_bytes)
     told: list[tuple[int, int]] = []
     report = convert(
         case.job,
@@ -483,6 +548,7 @@ def test_the_bytes_do_not_depend_on_workers_and_memory(
     assert files(case.dst) == case.expected
     done = [a for a, _ in told]
     assert done == sorted(done) and done[-1] == report.written_bytes == told[-1][1]
+    assert max(sizes) <= write_bytes and (max(sizes) == write_bytes or write_bytes > 4096)
 
 
 def test_an_error_leaves_an_existing_folder_as_it_was(tmp_path: Path) -> None:

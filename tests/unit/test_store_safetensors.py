@@ -292,15 +292,21 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...
     return shape, draw(st.permutations(boxes))
 
 
-@given(tiling=tilings(), max_bytes=st.integers(1, 300), buffer=st.sampled_from([1, 10, 1 << 20]))
+@given(
+    tiling=tilings(),
+    max_bytes=st.integers(1, 300),
+    buffer=st.sampled_from([1, 10, 1 << 20]),
+    row=st.sampled_from([1, 10, 1 << 14]),
+)
 def test_any_cut_reads_as_the_whole(
-    tmp_path_factory: pytest.TempPathFactory, tiling: Any, max_bytes: int, buffer: int
+    tmp_path_factory: pytest.TempPathFactory, tiling: Any, max_bytes: int, buffer: int, row: int
 ) -> None:
     shape, boxes = tiling
     array = noise(7, *shape, 4).view(np.uint32).reshape(shape)
     manifest = cut_tensor(tmp_path_factory.mktemp("cut"), array, boxes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardweave.store.read._BUFFER_BYTES", buffer)
+        patch.setattr("shardweave.store.read._ROW_BYTES", row)
         assert np.array_equal(load(manifest, "w"), array)
         slabs = list(iter_rows(manifest, "w", max_bytes=max_bytes))
     assert b"".join(slab.tobytes() for _, slab in slabs) == array.tobytes()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from shardweave.convert.compare import check_replicas
 from shardweave.convert.execute import execute, unwritable
 from shardweave.convert.journal import Journal
 from shardweave.convert.source import Checkpoint, open_checkpoint
-from shardweave.convert.staging import Staging, write_text
+from shardweave.convert.staging import Staging, reserve, write_text
 from shardweave.convert.target import Geometry, Target, target
 from shardweave.errors import JournalError, PathError
 from shardweave.layout import format_layout
@@ -83,6 +85,23 @@ class Report:
     account: Account
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Hold the garbage collector back: what is made within has no cycles that it could find.
+
+    A full collection looks at every object of the process; after an import of torch one is due, and
+    takes longer than all of the work within.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def prepare(
     src: Path,
     *,
@@ -292,6 +311,8 @@ def _lay_out(job: Job, folder: Path, *, fresh: bool) -> Manifest:
         if not path.is_file() or path.stat().st_size != size:
             (aside / name).replace(path)
     shutil.rmtree(aside)
+    for name in manifest.files:
+        reserve(folder / name)
     return replace(manifest, root=folder)
 
 

@@ -39,8 +39,10 @@ Array = NDArray[Any]
 _MAX_OPEN = 64
 _MAX_EXPANDED = 1 << 30
 _BUFFER_BYTES = 4 << 20
+_ROW_BYTES = 1 << 14
+"""Rows at least as long go straight to their place; to name each costs more than to copy shorter ones."""
 _RUN_BYTES = 1 << 10
-"""Rows at least as long go straight to their place; shorter ones cost less through the buffer."""
+"""Rows at least as long, and far apart, are worth a call of the operating system each."""
 _GAP_BYTES = 1 << 16
 """What lies between rows is skipped where it is more; less costs less to read than another call."""
 _MAX_VECTOR = 1024
@@ -310,7 +312,7 @@ class Reader:
         )
         if run == out.size:
             read_rows(fd, start, [out], where=where)
-        elif run * item >= _RUN_BYTES and follow:
+        elif run * item >= _ROW_BYTES and follow:
             read_rows(fd, start, [out[index] for index in np.ndindex(out.shape[:dim])], where=where)
         elif run * item >= _RUN_BYTES and (span - out.size) * item > _GAP_BYTES * (out.size // run):
             for index in np.ndindex(out.shape[:dim]):
@@ -318,9 +320,9 @@ class Reader:
                 read_rows(fd, at, [out[index]], where=where)
         elif span * item <= _BUFFER_BYTES:
             row = item * max(1, *(s for n, s in zip(out.shape, strides, strict=True) if n > 1))
-            words = self._between(fd, start, span * item, row, extent, where=where).view(out.dtype)
+            words = self._between(fd, start, span * item, row, extent, where=where)
             steps = tuple(s * item for s in strides)
-            out[...] = np.lib.stride_tricks.as_strided(words, out.shape, steps, writeable=False)
+            out[...] = np.ndarray(out.shape, out.dtype, words.data, strides=steps)
         else:
             # A dim of one index cannot be halved, also where all strides are 0.
             dim = max(range(out.ndim), key=lambda d: (out.shape[d] > 1, (out.shape[d] - 1) * strides[d]))
