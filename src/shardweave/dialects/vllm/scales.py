@@ -62,5 +62,5 @@ def _blocks(rule: BufferRule, dim: Dim | Sharded, block: int, sizes: Mapping[str
             error.rule,
             where=f"buffer {rule.name!r}, {error.where}",
             equation=error.equation,
-            hint="choose degrees whose shares are multiples of the block, or whole experts; vLLM refuses this too",
+            hint="choose degrees whose shares are multiples of the block, or whole experts, as vLLM asks",
         ) from error
