@@ -30,6 +30,7 @@ from shardweave.refit.engines.pairs import (
     joined,
     same_bits,
     same_memory,
+    storage_of,
 )
 
 
@@ -168,7 +169,7 @@ def prepare(pairs: Pairs, *, stay: bool = False) -> Exchange:
     steps: list[_Put | _Point | _Copy] = []
     seen: dict[int, Any] = {}
     given: set[int] = set()  # memory that becomes the live model's
-    spare: list[torch.Tensor] = []  # memory that it no longer needs, likeliest first
+    spare: list[torch.UntypedStorage] = []  # memory that it no longer needs, likeliest first
     for node, key, value in pairs.changes():
         path = node.path if key is None else joined(node.path, key)
         if key is None:
@@ -177,25 +178,26 @@ def prepare(pairs: Pairs, *, stay: bool = False) -> Exchange:
             new = value if value is ABSENT else pairs.rebound(value, seen, path=path)
             old = node.live.get(key)
             if isinstance(old, torch.Tensor):
-                spare.append(old.detach())
+                spare.append(old.untyped_storage())
         steps.append(_Put(path, node.live, key, new))
-    for value in seen.values():
-        if isinstance(value, torch.Tensor):
-            given.add(value.untyped_storage().data_ptr())
+    given |= {storage_of(value) for value in seen.values() if isinstance(value, torch.Tensor)}
     for kept in pairs.kept:
         if kept.values is not None and not kept.changed():
             continue
         if kept.place is None:  # what holds it is among the changes, or gone
             continue
         live, now = _counterpart(kept), kept.twin.detach()
-        spare.insert(0, live.detach())
+        spare.insert(0, live.untyped_storage())
         steps.append(_Point(kept.path, live, now))
-        given.add(now.untyped_storage().data_ptr())
-    memory = [
-        (kept, _other_memory(kept.memory, spare))
-        for kept in pairs.kept
-        if kept.memory.numel() and kept.memory.untyped_storage().data_ptr() in given
-    ]
+        given.add(storage_of(now))
+    others: dict[int, torch.UntypedStorage] = {}  # by what they stand in for, as several tensors may see it
+    memory: list[tuple[Kept, torch.Tensor]] = []
+    for kept in pairs.kept:
+        address = storage_of(kept.memory)
+        if address in given and address:
+            if address not in others:
+                others[address] = _other(kept.memory.untyped_storage(), spare)
+            memory.append((kept, _seen_alike(kept.memory, others[address])))
     return Exchange(steps, memory)
 
 
@@ -232,16 +234,21 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__name__}{list(tensor.shape)} {dtype} strides{list(tensor.stride())}"
 
 
-def _other_memory(memory: torch.Tensor, spare: list[torch.Tensor]) -> torch.Tensor:
+def _other(memory: torch.UntypedStorage, spare: list[torch.UntypedStorage]) -> torch.UntypedStorage:
     """Memory like the given one: what the live model no longer needs where it fits, as it is warm."""
     for i, old in enumerate(spare):
-        fits = (
-            old.untyped_storage().nbytes() == memory.untyped_storage().nbytes() and old.dtype == memory.dtype
-        )
-        if fits and old.device == memory.device and not old.storage_offset() and not memory.storage_offset():
-            del spare[i]
-            return old.as_strided(memory.shape, memory.stride())
-    return torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype, device=memory.device)
+        if old.nbytes() == memory.nbytes() and old.device == memory.device:
+            del spare[i : i + 1]
+            # Several tensors may have seen it; it is taken once.
+            spare[:] = [each for each in spare if each.data_ptr() != old.data_ptr()]
+            return old
+    return torch.UntypedStorage(memory.nbytes(), device=memory.device)
+
+
+def _seen_alike(tensor: torch.Tensor, memory: torch.UntypedStorage) -> torch.Tensor:
+    """Memory seen as a tensor sees its own."""
+    seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return seen.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 # --- in step ------------------------------------------------------------------------------------

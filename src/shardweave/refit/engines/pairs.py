@@ -13,7 +13,7 @@ import functools
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Kept:
         path: Where it is.
         twin: The tensor object.
         memory: Its memory and shape at first; what it is put back to.
-        values: What it held at first, unless it is staged anew each time.
+        values: What it held at first, unless it sees what is staged anew each time.
         places: Where it is held. None where only closures hold it.
     """
 
@@ -95,7 +95,7 @@ class Pairs:
         live: torch.nn.Module,
         twin: torch.nn.Module,
         *,
-        staged: Callable[[torch.Tensor], bool],
+        staged: Iterable[torch.Tensor],
         ours: Collection[str] = (),
     ) -> None:
         """Walk both in step. What is one and the same object in both is shared, and left alone.
@@ -103,8 +103,8 @@ class Pairs:
         Args:
             live: The model that is served.
             twin: The other one. Nothing of it may be derived yet.
-            staged: Whether the content of a tensor of the twin is given anew for each version. The content
-                of all others is remembered.
+            staged: The tensors of the twin whose content is given anew for each version. The content of all
+                others is remembered, but for those that see the same memory.
             ours: Names of attributes that the live model has for itself.
 
         Raises:
@@ -117,6 +117,7 @@ class Pairs:
         self._shared: set[int] = set()
         self._alive: list[Any] = []  # ids stay those of these objects
         shared: list[Any] = []
+        given = {storage_of(tensor) for tensor in staged}
         # The modules first, so that what several lead to is called by its module's name.
         queue: deque[tuple[str, Any, Any, Place | None]] = deque(self._modules())
         while queue:
@@ -136,7 +137,7 @@ class Pairs:
             self._alive.append((one, two))
             if isinstance(two, torch.Tensor):
                 memory = two.detach()
-                values = None if staged(two) else memory.clone()
+                values = None if storage_of(two) in given else memory.clone()
                 self._kept[id(two)] = Kept(path, two, memory, values, [place] if place else [])
             there, here = contents_of(one), contents_of(two)
             if here is not None:
@@ -307,6 +308,11 @@ def joined(path: str, name: Any) -> str:
     if name in ("_parameters", "_buffers", "_modules"):
         return path
     return f"{path}.{name}" if path else str(name)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The memory that a tensor is a view of, by its address."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -82,13 +82,12 @@ class Twin:
         self.rank = rank_of(config, worker_rank=worker_rank, first_rank=first_rank)
         self._staged = dict(self._twin.named_parameters())
         check_parameters(self.layout, self.rank, self._staged)
-        ids = {id(parameter) for parameter in self._staged.values()}
         self._columns = {
             name: (module.weight.shape[1], module.weight.dtype)
             for name, module in self._twin.named_modules()
             if isinstance(getattr(module, "weight", None), torch.nn.Parameter) and module.weight.ndim == 2
         }
-        self._pairs = Pairs(model, self._twin, staged=lambda tensor: id(tensor) in ids, ours=OURS)
+        self._pairs = Pairs(model, self._twin, staged=self._staged.values(), ours=OURS)
         self._exchange: Exchange | None = None
         self._served: Exchange | None = None
         self._given: list[tuple[Kept, torch.Tensor]] = []
