@@ -211,6 +211,17 @@ def test_layers_of_mixers_are_numbered_in_a_checkpoint(tiny: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "mamba2", "llama", "deepseek_v3"])
+def test_a_job_can_have_each_of_its_specs_and_no_other(tiny: Any, family: str) -> None:
+    model, mesh = from_config(tiny(family)), megatron.mesh(tp=1)
+    assert megatron.specs(model) == (("te", "local") if family in ("llama", "deepseek_v3") else ("te",))
+    for spec in megatron.specs(model):
+        assert megatron.layout(model, mesh, spec=spec).rules
+    for spec in {"te", "local"} - set(megatron.specs(model)):
+        with pytest.raises(GeometryError, match="Transformer Engine"):
+            megatron.layout(model, mesh, spec=spec)
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

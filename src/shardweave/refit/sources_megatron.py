@@ -107,7 +107,7 @@ def from_megatron(
         state |= {prefix + name: tensor for name, tensor in state_of(chunk).items()}
     divisor = _vocab_divisor(bare, model, mesh.axis_size("tp"), where)
     forms = itertools.product(
-        [spec] if spec else ["te", "local"],
+        [spec] if spec else megatron.specs(model),
         [experts] if experts else ["grouped", "sequential"],
         [mtp_layer] if mtp_layer else MTP_LAYERS if any(True for _ in model.of("mtp")) else MTP_LAYERS[:1],
     )

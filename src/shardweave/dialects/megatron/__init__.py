@@ -31,7 +31,7 @@ from shardweave.dialects.megatron.checkpoint import (
 from shardweave.dialects.megatron.live import layout
 from shardweave.dialects.megatron.ranks import Stages, mesh, padded_vocab_size, stages
 from shardweave.dialects.megatron.weight import Weight
-from shardweave.dialects.megatron.weights import MTP_LAYERS, fused_qkv, weights
+from shardweave.dialects.megatron.weights import MTP_LAYERS, fused_qkv, specs, weights
 
 __all__ = [
     "MTP_LAYERS",
@@ -47,6 +47,7 @@ __all__ = [
     "mesh",
     "padded_vocab_size",
     "shards",
+    "specs",
     "stages",
     "variant",
     "weights",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
 from shardweave.dialects.megatron.weight import Weight, halves, rows
-from shardweave.dialects.megatron.weights import MTP_LAYERS, NUMBERED, weights
+from shardweave.dialects.megatron.weights import MTP_LAYERS, NUMBERED, specs, weights
 from shardweave.dialects.names import match
 from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, even, whole
@@ -55,7 +55,7 @@ def _variants(model: Model, padded_vocab: int | None) -> Iterator[Layout]:
     forms = [(model.decoder, MTP_LAYERS[0])]
     if model.decoder is not model:
         forms = [*((model, name) for name in MTP_LAYERS), *forms]
-    for (one, mtp_layer), spec, layer_keys in itertools.product(forms, ("te", "local"), _LAYER_KEYS):
+    for (one, mtp_layer), spec, layer_keys in itertools.product(forms, specs(model), _LAYER_KEYS):
         if alike or layer_keys != "stacked":
             form = {"spec": spec, "layer_keys": layer_keys, "mtp_layer": mtp_layer}
             yield checkpoint(one, padded_vocab=padded_vocab, **form)

@@ -22,6 +22,9 @@ _NAMES = {"q": "query", "k": "key", "v": "value", "z": "z", "b": "beta", "a": "a
 _QKV = {"q": "q", "k": "k", "v": "v"}
 _QKV_BIAS = {"q": "q_bias", "k": "k_bias", "v": "v_bias"}
 
+TE_ONLY = ("delta", "mamba")
+"""The kinds of blocks that Megatron builds of Transformer Engine's layers only."""
+
 CENTRED = Transform("shift", -1.0)
 """What is stored of a delta net's norm. All other norms of these models are around 0 for everybody, for
 which Megatron has ``layernorm_zero_centered_gamma``; with it this one is so too, in Megatron alone."""

@@ -18,6 +18,15 @@ NUMBERED = ("mamba", "plain_mlp")
 """The kinds of blocks that only Megatron's model of mixers has, which stores each layer under its number."""
 
 
+def specs(model: Model) -> tuple[str, ...]:
+    """The layer specs that a job of the model can have, the usual one first.
+
+    Law: ``layout(model, mesh, spec=one)`` is not refused for the spec of any of them.
+    """
+    bound = any(True for kind in gdn.TE_ONLY for _ in model.of(kind))
+    return ("te",) if bound else ("te", "local")
+
+
 def fused_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Dim:
     """The rows of a fused QKV weight: for each KV group its query heads, then its K, then its V.
 
