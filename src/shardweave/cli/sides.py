@@ -33,7 +33,7 @@ def _flag(text: str) -> bool:
 _MEGATRON: Mapping[str, Reader] = {
     **dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp", "vpp", "vocab_divisor"), _degree),
     **dict.fromkeys(("first", "last"), int),
-    **dict.fromkeys(("spec", "experts", "order"), str),
+    **dict.fromkeys(("spec", "experts", "order", "mtp_layer", "down_proj"), str),
     "stages": _sum,
 }
 _VLLM: Mapping[str, Reader] = {
@@ -116,7 +116,8 @@ def _megatron(model: Model, offset: int, **keys: Any) -> Layout:
     pp = keys.get("pp", 1)
     shape = {key: keys.pop(key) for key in ("first", "last", "vpp") if key in keys}
     pipeline = megatron.stages(model.num_layers, pp, sizes=keys.pop("stages", None), **shape)
-    rest = {key: keys.pop(key) for key in ("spec", "experts", "vocab_divisor") if key in keys}
+    form = ("spec", "experts", "vocab_divisor", "mtp_layer", "down_proj")
+    rest = {key: keys.pop(key) for key in form if key in keys}
     return megatron.layout(model, megatron.mesh(**keys, offset=offset), pipeline=pipeline, **rest)
 
 
