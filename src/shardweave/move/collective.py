@@ -2,7 +2,7 @@
 
 Each block is one message, in the destination's dim order and the source's dtype. A side whose block
 is contiguous in that form takes part in place; the other packs or unpacks it once, in a buffer that
-is kept. The two decide independently, as nothing on the wire depends on it.
+is kept, while other blocks travel. The two decide independently, as nothing on the wire depends on it.
 
 All messages of a round are posted before any is waited for, and every rank posts those of a pair in
 the same order, so no order of ranks can make a round wait for itself. Neither the default group nor
@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardweave.errors import TransportError, TransportTimeoutError
@@ -93,6 +94,7 @@ class CollectiveTransport:
         self.device, self.timeout_s = torch.empty(0, device=device).device, timeout_s
         self._staging = Staging(device)
         self._broken = ""
+        self._waits_for: Sequence[int] = ()
 
     def offer(self, arrays: Mapping[str, Any]) -> bytes:
         """See ``Transport.offer``: nothing is offered, as the source sends."""
@@ -108,23 +110,33 @@ class CollectiveTransport:
         endpoints: Mapping[int, bytes],
     ) -> Moved:
         """See ``Transport.run``."""
+        if self._broken:
+            raise TransportError(
+                "a group whose messages broke off is not used again",
+                where=f"rank {self.rank}",
+                equation=f"it broke off with {self._broken}",
+                hint="make a new group of the ranks that are left",
+            )
         blocks = [self._block(plan, copy, src, dst) for copy in copies]
         self._staging.begin(sum(aligned(size) for _, size, in_place in blocks if not in_place))
-        messages, unpack = [], []
+        messages = []
         sent = received = 0
         for copy, (block, size, in_place) in zip(copies, blocks, strict=True):
-            sends = copy.src_rank == self.rank
             wire = block if in_place else self._staging.take(block.shape, wire_dtype(plan, copy))
-            if sends and not in_place:
-                wire.copy_(block)
-            elif not in_place:
-                unpack.append((block, wire))
+            sends = copy.src_rank == self.rank
             peer = copy.dst_rank if sends else copy.src_rank
-            messages.append((sends, peer, as_bytes(wire)))
+            messages.append(_Message(peer, sends, block, wire, in_place))
             sent, received = sent + size * sends, received + size * (not sends)
-        self._exchange(messages)
-        for block, wire in unpack:
-            block.copy_(wire)
+        # A block is packed just before it is sent and unpacked as soon as it is there, while others travel.
+        peers: Sequence[int] = [message.peer for message in messages]
+        try:
+            self._exchange(messages)
+        except RuntimeError as error:
+            named = _named(
+                error, f"rank {self.rank} and rank {_short(self._waits_for or peers)}", self.timeout_s
+            )
+            self._broken = named.equation
+            raise named from error
         return Moved(sent, received)
 
     def close(self) -> None:
@@ -138,37 +150,50 @@ class CollectiveTransport:
         in_place = block.is_contiguous() and block.dtype == dtype and block.device == self.device
         return block, block.numel() * dtype.itemsize, in_place
 
-    def _exchange(self, messages: list[tuple[bool, int, torch.Tensor]]) -> None:
-        if not messages:
-            return
-        if self._broken:
-            raise TransportError(
-                "a group whose messages broke off is not used again",
-                where=f"rank {self.rank}",
-                equation=f"it broke off with {self._broken}",
-                hint="make a new group of the ranks that are left",
-            )
+    def _exchange(self, messages: Sequence[_Message]) -> None:
+        """Post all messages, then wait for each; ``_waits_for`` names the peers of the one at hand."""
         backend, deadline = self._backend, time.monotonic() + self.timeout_s
-        peers: Sequence[int] = [peer for _, peer, _ in messages]
-        waiting: list[tuple[Sequence[int], Any]] = []
-        try:
-            # Backends that launch on a device post a round as one operation, or their sends would block.
-            together = bool(getattr(backend, "supports_coalescing", False))
-            if together:
-                backend._start_coalescing()
-            for sends, peer, data in messages:
-                work = (backend.send if sends else backend.recv)([data], self._at[peer], 0)
-                waiting += [] if together else [([peer], work)]
-            if together:
-                waiting = [(peers, backend._end_coalescing())]
-            while waiting:
-                peers, work = waiting[0]
+        # Backends that launch on a device post a round as one operation, or their sends would block.
+        together = bool(messages) and bool(getattr(backend, "supports_coalescing", False))
+        works = []
+        if together:
+            for message in messages:
+                message.pack()
+            backend._start_coalescing()
+        for message in messages:
+            self._waits_for = [message.peer]
+            if message.sends and not together:
+                message.pack()
+            post = backend.send if message.sends else backend.recv
+            works.append(post([as_bytes(message.wire)], self._at[message.peer], 0))
+        if together:
+            self._waits_for = [message.peer for message in messages]
+            backend._end_coalescing().wait(milliseconds(deadline - time.monotonic()))
+        for message, work in zip(messages, works, strict=True):
+            if not together:
+                self._waits_for = [message.peer]
                 work.wait(milliseconds(deadline - time.monotonic()))
-                waiting.pop(0)
-        except RuntimeError as error:
-            named = _named(error, f"rank {self.rank} and rank {_short(peers)}", self.timeout_s)
-            self._broken = named.equation
-            raise named from error
+            message.unpack()
+        self._waits_for = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A block that is sent or received: as it lies, or by way of ``wire``."""
+
+    peer: int
+    sends: bool
+    block: torch.Tensor
+    wire: torch.Tensor
+    in_place: bool
+
+    def pack(self) -> None:
+        if self.sends and not self.in_place:
+            self.wire.copy_(self.block)
+
+    def unpack(self) -> None:
+        if not self.sends and not self.in_place:
+            self.block.copy_(self.wire)
 
 
 def _named(error: Exception, where: str, timeout_s: float) -> TransportError:
