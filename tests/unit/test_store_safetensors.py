@@ -448,11 +448,13 @@ def test_digests_survive_another_cut_and_find_damage(tmp_path: Path) -> None:
     assert digest.of_array(array.T.copy().T) == digest.compute(manifest)["w"] != digest.of_array(array.T)
 
     digest.write_sidecar(other, digest.compute(whole))
-    digest.verify(whole)
+    for workers in (1, 2, 5):
+        assert list(digest.compute(whole, workers=workers).items()) == list(digest.compute(whole).items())
+        digest.verify(whole, workers=workers)
     assert set(digest.read_sidecar(other)) == {"w", "x"}
     fill(whole, {"w": array.tobytes()[:-1] + bytes([array[-1, -1] ^ 1])})
     with pytest.raises(DigestError, match=rf"'w' in {SINGLE}: [0-9a-f]{{32}} != [0-9a-f]{{32}}\. hint"):
-        digest.verify(whole)
+        digest.verify(whole, workers=2)
 
 
 def test_digests_and_tensors_must_be_the_same_set(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,8 +42,6 @@ _BESIDE = (
 )
 """What belongs to a model beside its weights and config; copied as it is where the source has it."""
 
-
-_DIGEST_BYTES = 2 << 20
 _NO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
 
 
@@ -215,7 +212,7 @@ def _carry_out(
         if not staging.ready:
             # Before anything is staged: a source that contradicts itself leaves nothing behind.
             if digests and (job.source.manifest.root / digest.SIDECAR).exists():
-                digest.verify(job.source.manifest)
+                digest.verify(job.source.manifest, workers=workers)
             check_replicas(job.source)
         staging.take_up(identity)
         if not staging.ready:
@@ -318,14 +315,11 @@ def _lay_out(job: Job, folder: Path, *, fresh: bool) -> Manifest:
 
 def _digests(manifest: Manifest, journal: Journal, workers: int) -> dict[str, str]:
     """The digest of every array: taken on the way where it is one extent, read again where it is cut."""
-
-    def of(key: str) -> str:
-        if len(manifest.tensors[key].extents) == 1:
-            return str(journal.done[key, 0]["xxh3_128"])
-        return digest.compute(manifest, keys=[key], max_bytes=_DIGEST_BYTES)[key]
-
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        return dict(zip(manifest.tensors, pool.map(of, manifest.tensors), strict=True))
+    cut = [key for key, tensor in manifest.tensors.items() if len(tensor.extents) != 1]
+    again = digest.compute(manifest, keys=cut, workers=workers)
+    return {
+        key: again[key] if key in again else str(journal.done[key, 0]["xxh3_128"]) for key in manifest.tensors
+    }
 
 
 def _checksums(manifest: Manifest, journal: Journal) -> dict[Extent, int]:
