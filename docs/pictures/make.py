@@ -326,6 +326,70 @@ def proof() -> str:
     return page(title, below([heading(title), *drawings], gap=24))
 
 
+_TURN = {
+    "hello": ("who it is, and|what it offers", "who it is, and|what it serves"),
+    "seal": ("what content|comes to", "room beside|what is served"),
+    "stage": ("sends,|or is read", "lands in|staging"),
+    "verify": ("", "compares,|then derives"),
+    "vote": ("ready", "ready"),
+    "commit": ("returns", "serves|what is staged"),
+}
+"""What publishers and receivers do in each step of a turn."""
+
+
+def refit() -> str:
+    """The steps of a turn, and how it ends."""
+    gutter, gap, tall = 84.0, 6.0, 40.0
+    wide = (inner_width() - gutter - gap * (len(_TURN) - 1)) / len(_TURN)
+
+    def at(step: int) -> float:
+        return gutter + step * (wide + gap)
+
+    def cell(step: int, y: float, words: str, look: str, *, steps: int = 1) -> list[str]:
+        across = steps * (wide + gap) - gap
+        lines = words.split("|")
+        ink = {"lq": " tlq", "lk": " tlk", "lv": " tlv"}.get(look, "")
+        first = y + tall / 2 - 8 * (len(lines) - 1)
+        return [
+            rect(at(step), y, across, tall, look, round_=5),
+            *(text(at(step) + across / 2, first + 16 * i, line, f"m{ink}") for i, line in enumerate(lines)),
+        ]
+
+    def turn(words: str, style: str, fails: int | None) -> Drawing:
+        shapes = [text(0, 9, words, style)]
+        top, lanes = 50.0, (50.0, 50.0 + tall + gap)
+        steps = list(_TURN.items())[: len(_TURN) if fails is None else fails + 1]
+        for i, (name, _) in enumerate(steps):
+            shapes.append(text(at(i) + wide / 2, top - 14, name, "s m"))
+        for y, side in zip(lanes, ("publishers", "receivers"), strict=True):
+            shapes.append(text(gutter - 12, y + tall / 2, side, "e n"))
+        for i, (_, cells) in enumerate(steps):
+            for y, said in zip(lanes, cells, strict=True):
+                if said and i != fails:
+                    shapes += cell(i, y, said, "lk" if i == 4 else "lv" if i == 5 else "box")
+        y = lanes[1] + tall + 3 * gap
+        shapes.append(text(gutter - 12, y + tall / 2, "served", "e n"))
+        if fails is None:
+            shapes += cell(0, y, "version 6, by every receiver", "lq", steps=5)
+            shapes += cell(5, y, "version 7", "lv")
+        else:
+            middle = (at(fails + 1) + at(fails + 2) + wide) / 2
+            shapes.append(text(middle, top - 14, "outcome", "s m"))
+            shapes += cell(fails, lanes[1], "one rank fails,|stalls or is gone", "bad")
+            shapes += cell(fails + 1, lanes[0], "abort: written once,|by whoever is first", "lk", steps=2)
+            shapes += cell(fails + 1, lanes[1], "all discard, and raise|the same error", "box", steps=2)
+            shapes += cell(0, y, "version 6, by every receiver", "lq", steps=6)
+        return Drawing(inner_width(), y + tall, tuple(shapes))
+
+    title = "A turn brings a version to all receivers, or to none"
+    note = "Up to the last vote nothing that is served has changed. The outcome is one key of a store."
+    drawings = [
+        turn("committed: every rank has said that it is ready", "good", None),
+        turn("aborted: whatever fails before that ends the turn for all", "wrong", 3),
+    ]
+    return page(title, below([heading(title, note=note), *drawings], gap=30))
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "even-cut": even_cut,
     "megatron-to-hf": megatron_to_hf,
@@ -338,6 +402,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "layers": layers,
     "plan": plan_,
     "proof": proof,
+    "refit": refit,
 }
 
 
