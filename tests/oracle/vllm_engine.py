@@ -39,8 +39,20 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [1],
     "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
+# Sizes of latent attention are those that vLLM has a kernel for.
+DEEPSEEK = {
+    **{key: QWEN3[key] for key in QWEN3 if key not in ("head_dim", "tie_word_embeddings")},
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "dtype": "bfloat16",
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 8, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 64,
+    "n_shared_experts": 1, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 CONFIGS = {
     "qwen3": QWEN3,
+    "deepseek_v3": DEEPSEEK,
     "qwen3_bf16": {**QWEN3, "dtype": "bfloat16", "tie_word_embeddings": False},
     "qwen3_moe": QWEN3_MOE,
 }
@@ -66,8 +78,8 @@ def checkpoint(folder: Path, name: str, seed: int) -> Path:
     path, model = folder / f"{name}-{seed}", from_config(CONFIGS[name])
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    dtype = getattr(torch, model.dtype)
-    stored = {key: torch.from_numpy(values).to(dtype) for key, values in weights(model, seed).items()}
+    dtypes = {key: getattr(torch, tensor.dtype) for tensor in model.tensors for key in tensor.names()}
+    stored = {key: torch.from_numpy(values).to(dtypes[key]) for key, values in weights(model, seed).items()}
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     return path
 
@@ -113,10 +125,13 @@ class Trainer:
         self.ranks = range(4)
         self.store, self.transport = store, transport
         self.receivers = range(4, 4 + receivers)
-        dtype = getattr(torch, self.model.dtype)
+        held = materialise(self.layout, self._whole(SEEDS[0]))
         self.arrays = {
-            rank: {name: torch.from_numpy(array).to(dtype) for name, array in arrays.items()}
-            for rank, arrays in materialise(self.layout, self._whole(SEEDS[0])).items()
+            rank: {
+                name: torch.from_numpy(held[rank][name]).to(getattr(torch, buffer.dtype))
+                for name, (buffer, _) in self.layout.arrays(rank).items()
+            }
+            for rank in self.ranks
         }
         self.publishers = [self._publisher(rank) for rank in self.ranks]
 

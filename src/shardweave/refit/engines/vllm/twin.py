@@ -87,13 +87,6 @@ class Twin:
             for name, module in self._twin.named_modules()
             if isinstance(getattr(module, "weight", None), torch.nn.Parameter) and module.weight.ndim == 2
         }
-        self._pairs = Pairs(model, self._twin, staged=self._staged.values(), ours=OURS)
-        self._exchange: Exchange | None = None
-        self._served: Exchange | None = None
-        self._given: list[tuple[Kept, torch.Tensor]] = []
-        self._holds_served = False
-        self._clean = True
-        self._clean = False
         with self._as_vllm():
             check_loader(
                 self._twin.load_weights,
@@ -102,6 +95,13 @@ class Twin:
                 layout=self.layout,
                 rank=self.rank,
             )
+        # What loading leaves behind besides weights is the twin's beginning, as it was the served model's.
+        self._pairs = Pairs(model, self._twin, staged=self._staged.values(), ours=OURS)
+        self._exchange: Exchange | None = None
+        self._served: Exchange | None = None
+        self._given: list[tuple[Kept, torch.Tensor]] = []
+        self._holds_served = False
+        self._clean = True
         self._rehearse()
 
     # --- the protocol ---------------------------------------------------------------------------
