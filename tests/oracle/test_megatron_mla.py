@@ -26,7 +26,7 @@ from shardweave.layout import Box, intersect, prove
 from shardweave.models import Model, from_config
 from shardweave.plan import empty, plan, simulate
 
-pytestmark = [pytest.mark.peer("megatron.core"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.peer("megatron.core"), pytest.mark.timeout(420)]
 
 SCRIPT = str(Path(__file__).with_name("megatron_mla_cpu.py"))
 
@@ -109,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             case["save"] = str(at / f"{case['name']} saved")
         if case["name"] in ("further tp1", "plain tp2"):
             case["tokens"] = TOKENS
-    run(cases, at, world_size=4, limit_s=240)
+    run(cases, at, world_size=4, limit_s=360)
     return at
 
 
@@ -182,26 +182,55 @@ def test_what_megatron_saved_comes_back_bit_by_bit(folder: Path, name: str, tmp_
             assert found[key].tobytes() == value.tobytes(), key
 
 
+def predicted(folder: Path, name: str) -> np.ndarray:
+    """Megatron's logits: of the layers for further tokens, in order, then its own."""
+    tp = GEOMETRIES[name][1].get("tp", 1)
+    parts = [json.loads((folder / f"{name}.{rank}.json").read_text())["logits"] for rank in range(tp)]
+    return np.concatenate([np.array(part) for part in parts], axis=-1)
+
+
+def loaded(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # The other ways to run experts want rows of 16 bytes.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+
+
 @pytest.mark.peer("transformers")
 @pytest.mark.parametrize("name", ["further tp1", "plain tp2"])
 def test_a_row_means_in_megatron_what_it_means_in_transformers(folder: Path, name: str) -> None:
     """The same weights predict the same logits: no head, half of a rotation or expert is another one."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    kind, degrees = GEOMETRIES[name]
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / f"{kind} hf", dtype=torch.float32, experts_implementation="eager"
-    )
+    model = loaded(folder / f"{GEOMETRIES[name][0]} hf")
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0].numpy()
-    parts = [
-        np.array(json.loads((folder / f"{name}.{rank}.json").read_text())["logits"][-1])
-        for rank in range(degrees.get("tp", 1))
-    ]
-    found = np.concatenate(parts, axis=-1)
     assert np.abs(expected).max() > 0.5
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(predicted(folder, name)[-1], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.peer("transformers")
+def test_layers_for_further_tokens_predict_what_they_do_in_transformers(folder: Path) -> None:
+    """Loaded by its own reader of them, which knows their names and which half of eh_proj comes first."""
+    import torch
+    from transformers.modeling_layers import MtpModel
+
+    main = loaded(folder / "further hf")
+    # Its pattern of their names has DeepSeek-V3's number of layers in it.
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[45]\."]
+    further = MtpModel.from_pretrained(main)
+    found, tokens = [], torch.tensor([TOKENS])
+    with torch.no_grad():
+        hidden = main.model(tokens).last_hidden_state
+        positions = torch.arange(len(TOKENS))[None]
+        rotation = further.rotary_emb(hidden, position_ids=positions)
+        for layer in further.layers:
+            # Each looks one token further on; Megatron fills the end with token 0.
+            tokens = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+            hidden = layer(further.embed_tokens(tokens), hidden, rotation, None, positions, None)
+            found.append(further.shared_head(hidden)[0].numpy())
+    np.testing.assert_allclose(predicted(folder, "further tp1")[:-1], np.stack(found), rtol=0, atol=2e-5)
 
 
 def test_a_wrong_rule_is_seen(folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardweave.dialects import hf
-from shardweave.errors import ModelError, UnknownNameError
+from shardweave.dialects import hf, megatron, vllm
+from shardweave.errors import GeometryError, ModelError, UnknownNameError
 from shardweave.layout import prove
 from shardweave.models import Model, from_config
 
@@ -174,3 +174,65 @@ def test_names_say_whether_layers_for_further_tokens_are_stored() -> None:
         hf.variant({*names, "model.layers.6.enorm.weight"}, model)
     with pytest.raises(UnknownNameError, match=r"missing 1 \(model\.layers\.5\.eh_proj\.weight\)"):
         hf.variant(names - {"model.layers.5.eh_proj.weight"}, model)
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def test_the_correction_bias_keeps_its_dtype_in_every_dialect() -> None:
+    model = from_config(TINY, dtype="bfloat16")
+    layouts = [
+        hf.layout(model),
+        megatron.layout(model, megatron.mesh(tp=2), vocab_divisor=1),
+        megatron.checkpoint(model, layer_keys="per_layer"),
+        vllm.layout(model, vllm.mesh(tp=2), dtype="float16"),
+    ]
+    for layout, others in zip(layouts, ("bfloat16", "bfloat16", "bfloat16", "float16"), strict=True):
+        biases = {r.dtype for r in layout.rules if "expert_bias" in r.name or "e_score" in r.name}
+        assert biases == {"float32"}, layout.name
+        assert {r.dtype for r in layout.rules} == {"float32", others}, layout.name
+
+
+def test_a_conversion_to_another_dtype_leaves_the_correction_bias_alone(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from shardweave.convert import Geometry, convert, prepare
+
+    model, generator = from_config(TINY), torch.Generator().manual_seed(2)
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator)
+        for tensor in model.decoder.tensors
+        for name in tensor.names()
+    }
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/config.json").write_text(json.dumps(TINY))
+    save_file(tensors, tmp_path / "src/model.safetensors")
+    job = prepare(tmp_path / "src", to="megatron", geometry=Geometry(vocab_divisor=1), dtype="bfloat16")
+    convert(job, tmp_path / "mc", fsync=False)
+    convert(prepare(tmp_path / "mc", to="hf"), tmp_path / "hf", fsync=False)
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        wanted = value if "e_score" in name else value.bfloat16()
+        assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize("tp", [4, 5])
+def test_heads_are_cut_whole_or_not_at_all(tp: int) -> None:
+    """72 and 90 rows divide by these; 6 heads do not, and Megatron and vLLM both say so."""
+    model = from_config(changed(qk_nope_head_dim=16, qk_rope_head_dim=4, v_head_dim=24, hidden_size=40))
+    for build in (
+        lambda: megatron.layout(model, megatron.mesh(tp=tp), vocab_divisor=1),
+        lambda: vllm.layout(model, vllm.mesh(tp=tp), vocab_multiple=20),
+    ):
+        with pytest.raises(GeometryError, match=rf"num_heads\(6\) % tp\({tp}\) = "):
+            build()
+
+
+def test_a_bias_that_an_engine_has_no_place_for_is_refused_and_not_dropped() -> None:
+    model = from_config(changed(attention_bias=True))
+    with pytest.raises(GeometryError, match=r"q_a_bias, kv_a_bias, o_bias"):
+        megatron.checkpoint(model, layer_keys="per_layer")
+    with pytest.raises(ModelError, match=r"unknown\(kv_a_bias, o_bias, q_a_bias\)"):
+        vllm.layout(model, vllm.mesh(tp=2))
