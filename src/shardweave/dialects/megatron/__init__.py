@@ -29,9 +29,10 @@ from shardweave.dialects.megatron.checkpoint import (
     variant,
 )
 from shardweave.dialects.megatron.live import layout
+from shardweave.dialects.megatron.mla import MTP_LAYERS
 from shardweave.dialects.megatron.ranks import Stages, mesh, padded_vocab_size, stages
 from shardweave.dialects.megatron.weight import Weight
-from shardweave.dialects.megatron.weights import MTP_LAYERS, fused_qkv, specs, weights
+from shardweave.dialects.megatron.weights import fused_qkv, specs, weights
 
 __all__ = [
     "MTP_LAYERS",

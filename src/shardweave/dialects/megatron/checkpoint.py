@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from shardweave.dialects.megatron.mla import MTP_LAYERS
 from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
 from shardweave.dialects.megatron.weight import Weight, halves, rows
-from shardweave.dialects.megatron.weights import MTP_LAYERS, NUMBERED, specs, weights
+from shardweave.dialects.megatron.weights import NUMBERED, specs, weights
 from shardweave.dialects.names import match
 from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, even, whole

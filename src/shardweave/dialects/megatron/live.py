@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardweave.dialects.megatron.mla import MTP_LAYERS
 from shardweave.dialects.megatron.ranks import Stages, layers_of, padded_vocab_size, stages
 from shardweave.dialects.megatron.weight import Weight, halves
-from shardweave.dialects.megatron.weights import MTP_LAYERS, only, weights
+from shardweave.dialects.megatron.weights import only, weights
 from shardweave.errors import GeometryError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Run, Sharded, along, even, whole
 from shardweave.models.spec import Model
