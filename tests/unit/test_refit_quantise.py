@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from shardweave.errors import DtypeError, GeometryError, OutsideError, TransformError
+from shardweave.errors import CutError, DtypeError, GeometryError, OutsideError, TransformError
+from shardweave.layout import concat, cut, even, whole
 from shardweave.refit.quantise import quantise
 
 
@@ -58,26 +59,40 @@ def test_the_error_is_half_of_the_last_place() -> None:
 def test_a_shard_on_the_grid_is_the_shard_of_the_whole() -> None:
     weight = drawn(24, 22)
     values, scale_inv = quantise(weight, block=(4, 8))
-    for rows in (range(8), range(8, 24)):
-        for columns in (range(16), range(16, 22)):
-            shard = weight[rows.start : rows.stop, columns.start : columns.stop]
-            found = quantise(shard, rows=rows, columns=columns, shape=(24, 22), block=(4, 8))
-            assert same(found[0], values[rows.start : rows.stop, columns.start : columns.stop])
-            cut = scale_inv[rows.start // 4 : rows.stop // 4, columns.start // 8 : -(-columns.stop // 8)]
-            assert torch.equal(found[1], cut)
+    for a, b in ((0, 8), (8, 24)):
+        for c, d in ((0, 16), (16, 22)):
+            rows, columns = cut(whole(24), a, b), cut(whole(22), c, d)
+            found = quantise(
+                weight[a:b, c:d], rows=rows, columns=columns, shapes={"": (24, 22)}, block=(4, 8)
+            )
+            assert same(found[0], values[a:b, c:d])
+            assert torch.equal(found[1], scale_inv[a // 4 : b // 4, c // 8 : -(-d // 8)])
+
+
+def test_a_fused_buffer_is_its_parts_fused() -> None:
+    """Gate and up of a rank, as an engine holds them: the blocks of each count from its own first row."""
+    gate, up, shapes = drawn(16, 10), drawn(24, 10), {"gate": (16, 10), "up": (24, 10)}
+    apart = [quantise(part, block=(4, 8)) for part in (gate, up)]
+    for rank in range(2):
+        rows = concat(even(whole(16, "gate"), 2, rank), even(whole(24, "up"), 2, rank))
+        held = torch.cat([part.chunk(2)[rank] for part in (gate, up)])
+        values, scale_inv = quantise(held, rows=rows, shapes=shapes, block=(4, 8))
+        assert same(values, torch.cat([part.chunk(2)[rank] for part, _ in apart]))
+        assert torch.equal(scale_inv, torch.cat([scales.chunk(2)[rank] for _, scales in apart]))
+    short = concat(whole(14, "gate"), whole(24, "up"))
+    with pytest.raises(CutError, match=r"end\(14\) % block\(4\) = 2"):
+        quantise(drawn(38, 10), rows=short, shapes={**shapes, "gate": (14, 10)}, block=(4, 8))
 
 
 def test_258_columns_over_two_ranks_are_3_blocks_and_not_4() -> None:
     """vime #133, mcore-bridge #32: each rank counted its own blocks, and the scales were of no weight."""
     weight = drawn(128, 258)
     assert quantise(weight)[1].shape == (1, 3)
-    for columns in (range(129), range(129, 258)):
-        shard = weight[:, columns.start : columns.stop]
-        with pytest.raises(
-            GeometryError, match=rf"columns: {columns.start}\.\.{columns.stop} of 258.*\(3 in"
-        ):
-            quantise(shard, columns=columns, shape=(128, 258))
-        local = quantise(shard, columns=columns, shape=(128, 258), unaligned="local")
+    for rank, message in enumerate((r"end\(129\) % block\(128\) = 1", r"start\(129\) % block\(128\) = 1")):
+        shard, columns = weight.chunk(2, dim=1)[rank], even(whole(258), 2, rank)
+        with pytest.raises(CutError, match=message):
+            quantise(shard, columns=columns, shapes={"": (128, 258)})
+        local = quantise(shard, columns=columns, shapes={"": (128, 258)}, unaligned="local")
         assert local[1].shape == (1, 2)
         expected = plain(shard, (128, 128))
         assert same(local[0], expected[0]) and torch.equal(local[1], expected[1])
@@ -118,10 +133,12 @@ def test_what_is_not_finite_is_refused(bad: float) -> None:
 
 def test_half_given_shards_and_other_dtypes_are_refused() -> None:
     weight = torch.ones(4, 4)
-    with pytest.raises(OutsideError, match=r"rows: 0\.\.8 by 1 of 8, held 4"):
-        quantise(weight, shape=(8, 4))
-    with pytest.raises(OutsideError, match="by 2"):
-        quantise(weight, columns=range(0, 8, 2), shape=(4, 8))
+    with pytest.raises(OutsideError, match=r"rows: \[0:8\] of \(8\), held 4"):
+        quantise(weight, shapes={"": (8, 4)})
+    with pytest.raises(OutsideError, match=r"columns: \[2:6\] of \(4\), held 4"):
+        quantise(weight, columns=cut(whole(6), 2, 6), shapes={"": (4, 4)})
+    with pytest.raises(OutsideError, match=r"rows: up\[0:4\] of gate\(4\), held 4"):
+        quantise(weight, rows=whole(4, "up"), shapes={"gate": (4, 4)})
     with pytest.raises(OutsideError, match="rows and columns"):
         quantise(weight[0])
     with pytest.raises(DtypeError, match="float64"):

@@ -2,18 +2,20 @@
 
 The recipe of DeepSeek-V3 checkpoints: in each block of 128 x 128 elements, ``scale_inv = amax / 448`` in
 float32, and the stored value is ``value / scale_inv`` in e4m3. A scale depends on all elements of its block,
-so a shard can be quantised on its own exactly where no block of the whole weight is cut: where it begins
-and ends on the grid. Elsewhere scales of shards are not shards of scales: 258 columns have 3 blocks, and
-halves of 129 columns would have 2 each.
+so a shard can be quantised on its own exactly where no block of the whole weight is cut: where it is on the
+grid. Elsewhere scales of shards are not shards of scales: 258 columns have 3 blocks, and halves of 129 would
+have 2 each.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from shardweave.errors import DtypeError, GeometryError, OutsideError, TransformError
+from shardweave.layout import PAD, Dim, on_grid, whole
 
 E4M3_MAX = 448.0
 """The largest value of float8_e4m3fn."""
@@ -27,28 +29,29 @@ _AT_ONCE = 1 << 24
 def quantise(
     weight: torch.Tensor,
     *,
-    rows: range | None = None,
-    columns: range | None = None,
-    shape: tuple[int, int] | None = None,
+    rows: Dim | None = None,
+    columns: Dim | None = None,
+    shapes: Mapping[str, tuple[int, int]] | None = None,
     block: tuple[int, int] = BLOCK,
     unaligned: str = "refuse",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block-quantise a weight, or a shard of one.
+    """Block-quantise a weight, a shard of one, or a fused buffer of shards.
 
     Deterministic: a maximum, and one correctly rounded quotient for each element and each block.
-    Of a fused buffer quantise each part apart, for each has a grid of its own.
 
     Laws:
-        The result of a shard on the grid is the shard of the result.
+        The result of a shard on the grid is the shard of the result; of a fused buffer, the results of its
+        parts, fused.
         ``abs(weight - values * scale_inv) <= scale_inv * max(abs(values) / 16, 2**-10)``, which is half of
         e4m3's last place, but for the rounding of the quotient.
 
     Args:
         weight: ``(..., rows, columns)`` in bfloat16, float16 or float32; leading dims (experts) have blocks
             of their own.
-        rows: Which rows of the whole weight the shard holds, by steps of 1; all by default.
+        rows: Which rows of which whole weights the buffer holds; all of one by default.
         columns: Which columns.
-        shape: The whole weight's rows and columns; those of ``weight`` by default.
+        shapes: The rows and columns of each whole weight, by its label in ``rows``; those of ``weight`` by
+            default.
         block: Rows and columns of a block.
         unaligned: What to do where the shard cuts a block: ``refuse``, or ``local``: blocks counted from the
             shard's own corner, for engines that quantise what they hold and never join shards again.
@@ -59,7 +62,8 @@ def quantise(
         least the smallest normal float32, which is also that of a block of zeros.
 
     Raises:
-        GeometryError: The shard cuts a block, or the block or the policy is none.
+        CutError: The shard cuts a block.
+        GeometryError: The block or the policy is none.
         OutsideError: The shard is not inside the whole weight, or not of the shape of ``weight``.
         DtypeError: The weight is of another dtype.
         TransformError: A value is infinite or not a number, so that its block has no scale.
@@ -69,11 +73,16 @@ def quantise(
     (tensor([[-224.,  448.,  448.]]), tensor([[4.0000, 0.5000]]))
     """
     _check(weight, block, unaligned)
-    whole = (weight.shape[-2], weight.shape[-1]) if shape is None else shape
-    for dim, of, size, held, width in zip(
-        ("rows", "columns"), (rows, columns), whole, weight.shape[-2:], block, strict=True
+    given = shapes or {"": (weight.shape[-2], weight.shape[-1])}
+    # Columns are those of any of the weights: what is fused along rows has them in common.
+    across = {"": next(iter(given.values()))[1]}
+    for what, dim, sizes, held, size in (
+        ("rows", rows, {label: shape[0] for label, shape in given.items()}, weight.shape[-2], block[0]),
+        ("columns", columns, across, weight.shape[-1], block[1]),
     ):
-        _check_shard(dim, range(size) if of is None else of, size, held, width, unaligned)
+        _check_shard(what, whole(sizes.get("", 0)) if dim is None else dim, sizes, held)
+        if dim is not None and unaligned == "refuse":
+            on_grid(dim, size, sizes)
     height, width = block
     num_rows, num_columns = weight.shape[-2:]
     scales = (*weight.shape[:-2], -(-num_rows // height), -(-num_columns // width))
@@ -134,21 +143,13 @@ def _check(weight: torch.Tensor, block: tuple[int, int], unaligned: str) -> None
         )
 
 
-def _check_shard(dim: str, of: range, size: int, held: int, width: int, unaligned: str) -> None:
-    if len(of) != held or of.step != 1 or of.start < 0 or of.stop > size:
+def _check_shard(what: str, dim: Dim, sizes: Mapping[str, int], held: int) -> None:
+    known = [run for run in dim.runs if run.label is not PAD]
+    outside = any(run.start < 0 or run.last >= sizes.get(run.label or "", 0) for run in known)
+    if len(dim) != held or outside:
         raise OutsideError(
-            "a shard holds a stretch of the whole weight",
-            where=dim,
-            equation=f"{of.start}..{of.stop} by {of.step} of {size}, held {held}",
-            hint="say which rows and columns of the whole weight the shard has",
-        )
-    cut = of.start % width != 0 or (of.stop % width != 0 and of.stop != size)
-    if cut and len(of) and unaligned == "refuse":
-        raise GeometryError(
-            "a shard that is quantised on its own cuts no block of the whole weight",
-            where=dim,
-            equation=f"{of.start}..{of.stop} of {size} cuts blocks of {width} "
-            f"({-(-size // width)} in the whole weight)",
-            hint="cut the weight at multiples of the block, quantise before it is cut, or pass "
-            "unaligned='local' for an engine that keeps scales of its own",
+            "a shard holds rows and columns of the whole weights",
+            where=what,
+            equation=f"{dim} of {', '.join(f'{label}({n})' for label, n in sizes.items())}, held {held}",
+            hint="say which rows and columns of which weights the buffer has, and their whole shapes",
         )
