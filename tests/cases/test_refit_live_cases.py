@@ -216,12 +216,12 @@ class Breaks:
 
 @each_transport
 def test_nemo_rl_3403_an_engine_that_fails_in_the_transfer_frees_the_trainer(transport: str) -> None:
-    timeout_s = 4.0
+    timeout_s = 20.0
     with world(*pair(transport), transport=transport, timeout_s=timeout_s, memory_bytes=4096) as live:
         live.hamper[live.receivers[-1]] = lambda inner: Breaks(inner, 2)
         begin = time.monotonic()
         found = live.turn(0)
-        assert time.monotonic() - begin < 2 * timeout_s
+        assert time.monotonic() - begin < timeout_s, "nobody waits until it is too late"
         assert all("size mismatch in tensor k" in str(error) for error in found.values()), found
         live.check_serves(None)
         live.hamper.clear()

@@ -16,4 +16,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.dist)
-            item.add_marker(pytest.mark.timeout(60))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(60))

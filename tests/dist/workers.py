@@ -15,6 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
+PRELOADED = ["scenes", "crew"]
+"""What the server imports before it forks ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def run(
     `done` are the ranks to wait for, all by default; the others are killed when these have ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scenes"])
+    context.set_forkserver_preload(PRELOADED)
     ranks, found = list(ranks), {}
     processes, pipes = {}, {}
     begin = time.monotonic()

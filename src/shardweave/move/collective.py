@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -136,12 +137,15 @@ class CollectiveTransport:
                 error, f"rank {self.rank} and rank {_short(self._waits_for or peers)}", self.timeout_s
             )
             self._broken = named.equation
+            # The frames that the error keeps would keep the group, and with it its peers waiting.
+            traceback.clear_frames(error.__traceback__)
             raise named from error
         return Moved(sent, received)
 
     def close(self) -> None:
-        """See ``Transport.close``. The group belongs to the caller."""
+        """See ``Transport.close``. A group that nobody else refers to ends here, and its peers are freed."""
         self._staging.buffer = None
+        self._backend, self._broken = None, "close()"
 
     def _block(self, plan: Plan, copy: Copy, src: Arrays, dst: Arrays) -> tuple[torch.Tensor, int, bool]:
         """This rank's side of a copy, the bytes on the wire, and whether it is a message as it is."""
