@@ -157,6 +157,14 @@ def test_a_copy_that_was_skipped_is_named(source: int) -> None:
         verify.check(1, verify.sums(move.steps[1], move.into[1], side="dst"), sealed)
 
 
+def test_parameters_are_sealed_like_tensors() -> None:
+    move = Move()
+    live = {
+        rank: {n: torch.nn.Parameter(a) for n, a in arrays.items()} for rank, arrays in move.state.items()
+    }
+    assert seals(move.steps, live) == seals(move.steps, move.state)
+
+
 def test_blocks_that_changed_places_are_named() -> None:
     move = Move()
     sealed = seals(move.steps, move.state)

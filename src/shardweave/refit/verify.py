@@ -2,8 +2,9 @@
 
 Before the move each source *seals*: for every rank that reads from it and every tensor, the sum of the
 fingerprints of all copies between the two. After the move each receiver takes the same sums of what it holds
-now, and compares. The fingerprints of a pair depend on the elements of its copies and on nothing else, so
-that both sides come to the same however the elements are stored; a few dozen bytes a tensor cross the wire.
+now, and compares. The fingerprints of a pair depend on the elements of its copies alone, in the order of the
+destination's dims, so that both sides come to the same however the elements are stored; 128 bytes for each
+cross the wire.
 
 What is caught: bytes that were lost, moved, corrupted or never written, and a source that was changed after
 it sealed and before it was read, wholly or in part, which is a torn read. What cannot be: a change that was
@@ -121,6 +122,7 @@ def _taken(
             yield some[at : at + step], _lanes(steps, some[at : at + step], arrays, side, key)
 
 
+@torch.no_grad()
 def _lanes(steps: Schedule, copies: Sequence[Copy], arrays: Arrays, side: Side, key: int) -> Ints:
     """The fingerprints of copies that are alike, each in the dims of the destination's array.
 
