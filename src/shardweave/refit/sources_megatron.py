@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from shardweave.dialects import megatron
-from shardweave.dialects.megatron.ranks import Stages, layers_of
 from shardweave.dialects.megatron.mla import MTP_LAYERS
+from shardweave.dialects.megatron.ranks import Stages, layers_of
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Layout, Mesh
 from shardweave.models import Block, Model
