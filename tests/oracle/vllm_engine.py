@@ -223,7 +223,8 @@ def parameters(worker: Any) -> dict[str, str]:
 def caches(worker: Any) -> list[int]:
     """Where the KV caches of the layers are."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    return [layer.kv_cache.data_ptr() for layer in layers if hasattr(layer, "kv_cache")]
+    held = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
+    return [part.data_ptr() for cache in held for part in ([cache] if hasattr(cache, "shape") else cache)]
 
 
 def write_in_place(worker: Any) -> None:

@@ -261,6 +261,16 @@ class Plain(nn.Module):
         self.weight = nn.Parameter(packed * 2, requires_grad=False)
 
 
+class Handle:
+    """Stands for memory that somebody else owns: to copy what it shows would free that twice."""
+
+    def __init__(self) -> None:
+        self.pointer = torch.tensor(7)
+
+    def __del__(self) -> None:
+        self.pointer = None  # type: ignore[assignment]
+
+
 def plain_pairs() -> Pairs:
     live, twin = Plain(), Plain()
     fill(live, 1)  # type: ignore[arg-type]
@@ -295,12 +305,30 @@ def test_what_cannot_be_copied_is_refused_where_addresses_stay() -> None:
     pairs = plain_pairs()
     fill(pairs.twin, 2)  # type: ignore[arg-type]
     pairs.twin.derive()  # type: ignore[operator]
-    pairs.twin.handle = object()
+    pairs.twin.handle = Handle()
     with pytest.raises(ModelError, match=r"'handle'.*only the second model has it.*enforce_eager=True"):
         prepare(pairs, stay=True)
-    pairs.live.handle = object()
-    with pytest.raises(ModelError, match=r"'handle'.*object"):
+    pairs.live.handle = Handle()
+    with pytest.raises(ModelError, match=r"'handle'.*Handle shows nothing of what it holds"):
         prepare(pairs, stay=True)
+    pairs.twin.handle = pairs.live.handle
+    prepare(pairs, stay=True)
+
+
+def test_what_a_model_had_at_first_is_no_weight_whatever_it_holds() -> None:
+    live, twin = Plain(), Plain()
+    live.lock, twin.lock = object(), object()  # as locks, events and streams are
+    live.handle, twin.handle = Handle(), Handle()
+    fill(live, 1)  # type: ignore[arg-type]
+    live.derive()
+    pairs = Pairs(live, twin, staged=twin.parameters())
+    fill(twin, 2)  # type: ignore[arg-type]
+    twin.derive()
+    prepare(pairs, stay=True).commit()
+    wanted = Plain()
+    fill(wanted, 2)  # type: ignore[arg-type]
+    wanted.derive()
+    assert same_bits(live.weight, wanted.weight) and int(live.handle.pointer) == 7
 
 
 # --- refusals -----------------------------------------------------------------------------------

@@ -273,8 +273,8 @@ def differences(
     twin: Any,
     *,
     compare: Callable[[str, torch.Tensor, torch.Tensor], str] = same_form,
+    opaque: Callable[[Any], bool] = lambda _: False,
     ours: Collection[str] = (),
-    opaque: Collection[str] = (),
 ) -> Iterator[Difference]:
     """Where two models are not alike, walked in step.
 
@@ -284,8 +284,9 @@ def differences(
         live: One.
         twin: The other one.
         compare: Says of two tensors at one place why they are not alike, or nothing.
+        opaque: Whether an object of the second model that shows nothing of what it holds, such as a handle or
+            an event, is passed over; else it is a difference.
         ours: Names of attributes that each model has for itself.
-        opaque: Names of classes whose objects say nothing about what they hold; passed over.
     """
     seen: set[tuple[int, int]] = set()
     others = dict(twin.named_modules())
@@ -303,7 +304,7 @@ def differences(
         elif isinstance(one, torch.Tensor):
             if said := compare(path, one, two):
                 yield Difference(path, said)
-        elif type(one).__name__ not in opaque:
+        elif not (_is_closed(two) and opaque(two)):
             if said := _unlike(one, two):
                 yield Difference(path, said)
                 continue
@@ -326,10 +327,17 @@ def _unlike(one: Any, two: Any) -> str:
         return "" if one.__code__ is two.__code__ else f"{one.__qualname__} != {two.__qualname__}"
     if isinstance(one, (dict, list, tuple, types.MethodType, functools.partial)):
         return ""
-    if isinstance(one, (*VALUES, *CLOSED, set)) or contents_of(one) is None:
+    if isinstance(one, (*VALUES, set)):
         alike = one == two or (one != one and two != two)
         return "" if alike else f"{one!r} != {two!r}"
-    return ""
+    return f"{type(one).__name__} shows nothing of what it holds" if _is_closed(one) else ""
+
+
+def _is_closed(value: Any) -> bool:
+    """Whether an object shows nothing of what it holds, or holds something that has to be given back."""
+    if isinstance(value, (*VALUES, tuple, torch.Tensor, types.FunctionType, types.MethodType)):
+        return False
+    return contents_of(value) is None or isinstance(value, CLOSED) or hasattr(type(value), "__del__")
 
 
 def _copies(pairs: Pairs) -> list[_Put | _Point | _Copy]:
@@ -340,7 +348,7 @@ def _copies(pairs: Pairs) -> list[_Put | _Point | _Copy]:
             found.append(_Copy(path, live, twin.detach(), live.data_ptr()))
         return said
 
-    for difference in differences(pairs.live, pairs.twin, compare=copy, ours=pairs.ours):
+    for difference in differences(pairs.live, pairs.twin, compare=copy, opaque=pairs.is_old, ours=pairs.ours):
         raise ModelError(
             "what is derived can be copied into what is served, where addresses have to stay",
             where=f"{difference.path!r}",

@@ -180,6 +180,10 @@ class Pairs:
         """The tensor objects that the twin had at first."""
         return tuple(self._kept.values())
 
+    def is_old(self, value: Any) -> bool:
+        """Whether the twin had an object at first; else it was made since."""
+        return id(value) in self._counterpart or id(value) in self._shared
+
     def reset(self) -> None:
         """Make the twin what it was at first: its objects, and where its tensors are."""
         for node in self.nodes:
@@ -240,14 +244,15 @@ class Pairs:
             owner = again(value.__self__, "__self__")
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if isinstance(value, functools.partial):
-            args = tuple(again(arg, i) for i, arg in enumerate(value.args))
+            func, args = again(value.func, "func"), tuple(again(arg, i) for i, arg in enumerate(value.args))
             named = {key: again(arg, key) for key, arg in value.keywords.items()}
-            return functools.partial(again(value.func, "func"), *args, **named)
+            return functools.partial(func, *args, **named)
         if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                cell.cell_contents = again(cell.cell_contents, value.__name__)
-            if value.__defaults__:
-                value.__defaults__ = tuple(again(x, value.__name__) for x in value.__defaults__)
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if (new := again(cell.cell_contents, name)) is not cell.cell_contents:
+                    cell.cell_contents = new
+            if (defaults := again(value.__defaults__, "__defaults__")) is not value.__defaults__:
+                value.__defaults__ = defaults
             return value
         if isinstance(value, tuple):
             parts = [again(child, i) for i, child in enumerate(value)]
@@ -257,9 +262,12 @@ class Pairs:
         contents = contents_of(value)
         if isinstance(contents, dict):
             for key, child in list(contents.items()):
-                contents[key] = again(child, key)
+                if (new := again(child, key)) is not child:
+                    contents[key] = new
         elif isinstance(contents, list):
-            contents[:] = [again(child, i) for i, child in enumerate(contents)]
+            for i, child in enumerate(contents):
+                if (new := again(child, i)) is not child:
+                    contents[i] = new
         elif isinstance(contents, set) and any(id(child) in self._counterpart for child in contents):
             raise ModelError(
                 "what an engine derives names objects of its model where they can be replaced",

@@ -25,8 +25,8 @@ from shardweave.refit.engines.vllm.describe import (
 OURS = frozenset({"kv_cache"})
 """Attributes that the served model keeps: what it remembers, not what it was loaded with."""
 
-OPAQUE = frozenset({"CPUDNNLGEMMHandler"})
-"""Classes of vLLM whose objects stand for memory that cannot be looked at."""
+_HANDLES = frozenset({"CPUDNNLGEMMHandler"})
+"""Classes of vLLM whose objects stand for packed weights that cannot be looked at."""
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,16 @@ class Twin:
                 self._derive()
                 live = self._pairs.live
                 found = [
-                    *differences(live, self._twin, compare=compare, ours=OURS, opaque=OPAQUE),
+                    *differences(live, self._twin, compare=compare, opaque=self._is_compared, ours=OURS),
                     *self._kernels(compared),
                 ]
         finally:
             self._restore()
         return Audit(len(compared), tuple(str(difference) for difference in found))
+
+    def _is_compared(self, value: Any) -> bool:
+        """Whether what shows nothing is no weight, as the twin had it at first, or is compared by running."""
+        return self._pairs.is_old(value) or type(value).__name__ in _HANDLES
 
     def _kernels(self, compared: list[str]) -> Iterator[Difference]:
         """Compare the functions that vLLM makes for a CPU by what they compute.
@@ -228,7 +232,7 @@ class Twin:
         self._clean = False
         with self._as_vllm():
             self._derive()
-        for difference in differences(self._pairs.live, self._twin, ours=OURS, opaque=OPAQUE):
+        for difference in differences(self._pairs.live, self._twin, opaque=lambda _: True, ours=OURS):
             raise ModelError(
                 "the served model is what vLLM derives when it loads one",
                 where=f"rank {self.rank}, {difference.path!r}",
