@@ -8,8 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from torch.distributed import FileStore, PrefixStore
 
 from shardweave.cli import main
+from shardweave.refit import Refit
+from shardweave.refit.notes import Notes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,10 +29,20 @@ def workplace(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "shard.py").write_text("def cut(x, rank, tp):\n    return x.chunk(tp)[rank]\n")
+    seen_by_one_receiver(tmp_path / "refit.store")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
+
+
+def seen_by_one_receiver(path: Path) -> None:
+    """The store of a session whose ranks have brought a version home."""
+    put = PrefixStore("shardweave/refit", FileStore(str(path), -1)).set
+    for rank, role in enumerate(("publisher", "receiver")):
+        notes = Notes(put, rank=rank, role=role, layout="hf", transport="gloo", timeout_s=60.0)
+        notes.come(publishers=(0,), receivers=(1,))
+        notes.succeeded(Refit(version=7, turn=0, changed=True), None)
 
 
 @pytest.mark.usefixtures("workplace")
@@ -44,5 +57,5 @@ def test_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert (code, capsys.readouterr().err.strip()) == (2 if shown else 0, shown.strip()), line
         ran.add(arguments[0])
         refused += bool(shown)
-    assert ran == {"convert", "plan", "check", "diff", "show", "probe"}
+    assert ran == {"convert", "plan", "check", "diff", "show", "probe", "refit"}
     assert refused
