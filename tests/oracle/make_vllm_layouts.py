@@ -55,6 +55,7 @@ DEPLOYMENT: Config = {
     "layer_partition": None,
     "vocab_multiple": 64,
     "expert_multiple": 1,
+    "drafter": False,
 }
 
 
@@ -185,6 +186,11 @@ def cases() -> Iterator[tuple[str, Config, Config]]:
         "latent attention, layers for further tokens, ep 2 * 2 over dp",
         latent(2, 6, 2),
         {"tp": 2, "dp": 2, **ep},
+    )
+    yield (
+        "a drafter of two layers, ep 2 * 2 over dp",
+        latent(2, 6, 2),
+        {"tp": 2, "dp": 2, **ep, "drafter": True},
     )
     model = latent(1, 6, first_k_dense_replace=0, n_shared_experts=1)
     yield "latent attention, 10 experts and 2 redundant, ep 2", model, {"tp": 2, **ep, "redundant_experts": 2}
@@ -472,7 +478,7 @@ def load(model: Config, deployment: Config, *, plain: bool = False) -> dict[str,
             set_current_vllm_config(whole),
             set_default_torch_dtype(torch.float32),
         ):
-            built = initialize_model(whole)
+            built = drafting(whole) if given["drafter"] else initialize_model(whole)
             for parameter in built.parameters():
                 parameter.data.fill_(float("nan"))
             built.load_weights((name, torch.from_numpy(x)) for name, x in checkpoint(model).items())
@@ -481,11 +487,28 @@ def load(model: Config, deployment: Config, *, plain: bool = False) -> dict[str,
     return {name: parameter.detach().numpy() for name, parameter in built.named_parameters()}
 
 
+def drafting(whole: Any) -> Any:
+    """vLLM's model of the layers for further tokens, which asks a speculative config for its own config."""
+    from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+
+    draft = SimpleNamespace(hf_config=whole.model_config.hf_config)
+    speculative = SimpleNamespace(draft_model_config=draft, enable_adaptive_verification=False)
+    object.__setattr__(whole, "speculative_config", speculative)
+    try:
+        return DeepSeekMTP(vllm_config=whole, prefix="")
+    finally:
+        object.__setattr__(whole, "speculative_config", None)
+
+
 def ask(model: Config, deployment: Config, rank: int) -> dict[str, Entry]:
-    """What one rank holds, in the words of the recording."""
+    """What one rank holds, in the words of the recording; copies are called by the tensor's name."""
     given = {**DEPLOYMENT, **deployment}
     with _groups(given["tp"], given["pp"], given["dp"], rank):
-        return describe(model, load(model, deployment))
+        found = describe(model, load(model, deployment))
+    for entry in found.values() if given["drafter"] else ():
+        entry["of"] = [re.sub(r"layers\.\d+\.(?=embed_tokens)", "", name) for name in entry["of"]]
+        entry["of"] = [re.sub(r".*\.shared_head\.head\.", "lm_head.", name) for name in entry["of"]]
+    return found
 
 
 # --- reading the markers ------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_what_vllm_cannot_hold_is_refused(case: Mapping[str, Any]) -> None:
 def test_the_recording_has_what_the_tests_are_about() -> None:
     """A recording that lost its cases would pass every test above."""
     entries = [e for case in CASES for entries in case["parameters"].values() for e in entries]
-    assert len(CASES) == 34 and len(REFUSALS) == 13 and len(entries) > 700
+    assert len(CASES) == 35 and len(REFUSALS) == 13 and len(entries) > 700
     assert [case["name"] for case in REFUSALS if not case["error"]] == [
         "biases of latent attention",
         "a tied head beside latent attention",

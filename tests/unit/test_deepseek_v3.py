@@ -236,3 +236,17 @@ def test_a_bias_that_an_engine_has_no_place_for_is_refused_and_not_dropped() -> 
         megatron.checkpoint(model, layer_keys="per_layer")
     with pytest.raises(ModelError, match=r"unknown\(kv_a_bias, o_bias, q_a_bias\)"):
         vllm.layout(model, vllm.mesh(tp=2))
+
+
+def test_a_drafter_needs_layers_to_draft_with_on_one_stage() -> None:
+    model = from_config(TINY)
+    layout = vllm.layout(model, vllm.mesh(tp=2), drafter=True)
+    heads = [rule for rule in layout.rules if rule.name.endswith("shared_head.head.weight")]
+    assert [part.replica for rule in heads for part in rule.parts] == [False, True]
+    prove(layout, layout.tensors)
+    with pytest.raises(ModelError, match=r"layers for further tokens\(0\)"):
+        vllm.layout(model.decoder, vllm.mesh(tp=2), drafter=True)
+    with pytest.raises(ModelError, match=r"tie_word_embeddings\(True\)"):
+        vllm.layout(from_config(changed(tie_word_embeddings=True)), vllm.mesh(tp=2), drafter=True)
+    with pytest.raises(GeometryError, match=r"pp\(2\)"):
+        vllm.layout(model, vllm.mesh(tp=2, pp=2), drafter=True)

@@ -41,6 +41,7 @@ _VLLM: Mapping[str, Reader] = {
     **dict.fromkeys(("placement", "dtype"), str),
     "redundant_experts": int,
     "expert_parallel": _flag,
+    "drafter": _flag,
     "stages": _sum,
 }
 _HF: Mapping[str, Reader] = {"stacked_experts": _flag, "aliases": _flag}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Mesh, Tensor
@@ -82,6 +82,24 @@ def check_model(model: Model, mesh: Mesh) -> None:
             "the embedding and the head have one vocabulary, padded by one rule",
             equation=f"vocab_size({', '.join(str(size) for size in sorted(vocab))})",
             hint="describe both with the logical size; padding is added here",
+        )
+
+
+def check_drafter(model: Model, mesh: Mesh, partition: Sequence[int] | None) -> None:
+    """There are layers to draft with, on one stage."""
+    if model.decoder is model or model.tied:
+        raise ModelError(
+            "a drafter has layers for further tokens, and heads",
+            where=f"family {model.family!r}",
+            equation=f"layers for further tokens({sum(len(block.layers) for block in model.of('mtp'))}), "
+            f"tied({model.tied})",
+            hint="leave drafter out: this model drafts nothing",
+        )
+    if mesh.axis_size("pp") > 1 or partition is not None:
+        raise GeometryError(
+            "a drafter is on one pipeline stage",
+            equation=f"pp({mesh.axis_size('pp')}), layer_partition({partition})",
+            hint="give the mesh of the ranks of that stage, with pp=1",
         )
 
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from shardweave.dialects.vllm import gdn, mamba, mla
-from shardweave.dialects.vllm.checks import ENDS_EVERYWHERE, NAMES, check_model, check_roles, check_shape
+from shardweave.dialects.vllm.checks import (
+    ENDS_EVERYWHERE,
+    NAMES,
+    check_drafter,
+    check_model,
+    check_roles,
+    check_shape,
+)
 from shardweave.dialects.vllm.rules import (
     VOCAB_MULTIPLE,
     check_divides,
@@ -60,10 +68,11 @@ def layout(
     vocab_multiple: int = VOCAB_MULTIPLE,
     expert_multiple: int = 1,
     dtype: str = "",
+    drafter: bool = False,
 ) -> Layout:
     """The parameters that every rank of a vLLM deployment holds while weights are loaded.
 
-    Layers for further tokens are left out: vLLM skips them here, and serves them as a model of their own.
+    Layers for further tokens are left out: vLLM serves them as a model of their own, the drafter.
 
     Args:
         model: The logical tensors.
@@ -77,6 +86,8 @@ def layout(
         expert_multiple: What the rows of a rank's experts are padded to a multiple of; some expert
             kernels ask for 128.
         dtype: The dtype of the engine, where it is not that of the model.
+        drafter: Whether this is the model that drafts with the layers for further tokens, with an embedding
+            and heads of its own (``DeepSeekMTP``), in place of the model that they belong to.
 
     Raises:
         GeometryError: The deployment cannot hold the model, or contradicts itself.
@@ -90,9 +101,13 @@ def layout(
             f"placement({placement!r})",
             hint="pass expert_parallel=True, or leave the others out",
         )
+    if drafter:
+        check_drafter(model, mesh, layer_partition)
     world = World(
         mesh,
-        layers=_layers(model.num_layers, mesh.axis_size("pp"), layer_partition),
+        layers=mla.further(model)
+        if drafter
+        else _layers(model.num_layers, mesh.axis_size("pp"), layer_partition),
         ends_everywhere=frozenset(ENDS_EVERYWHERE.get(model.family, "").split()),
         names=NAMES.get(model.family, ()),
         tied=model.tied,
@@ -104,7 +119,7 @@ def layout(
         dtype=dtype,
     )
     rules: list[BufferRule] = []
-    for block in model.decoder.blocks:
+    for block in mla.draft_blocks(model) if drafter else model.decoder.blocks:
         if block.kind not in _KINDS:
             raise ModelError(
                 "every block of a model is of a kind that vLLM's rules cover",
@@ -115,8 +130,11 @@ def layout(
         required, optional, build = _KINDS[block.kind]
         plain, scales = apart(block)
         check_roles(plain, required, optional)
-        for rule in build(plain, world):
+        around = block.kind in ("mtp", "embedding")
+        for rule in build(plain, mla.within(world) if drafter and not around else world):
             rules += follow(rule, scales, block)
+    if drafter:
+        rules += _draft_heads(model, world)
     return Layout("vllm", mesh, tuple(rules))
 
 
@@ -148,6 +166,16 @@ def _vocabulary(block: Block, tensor: Tensor, where: Where, world: World) -> Buf
     rows = world.over_tp(lambda r: vocabulary(size, world.tp, r, multiple=world.vocab_multiple))
     several = any(len(stages) > 1 for _, stages in where)
     return world.rule(tensor.name, [Part(tensor, replica=several)], rows, whole(hidden), where=where)
+
+
+def _draft_heads(model: Model, world: World) -> Iterator[BufferRule]:
+    """A head for each layer; one owns what all of them hold."""
+    names = [name for name in model.copies if name.endswith(".shared_head.head.weight")]
+    for i, name in enumerate(names):
+        for block in model.of("head"):
+            rule = _vocabulary(block, block.tensors["head"], (), world)
+            parts = tuple(replace(part, replica=i > 0) for part in rule.parts)
+            yield replace(rule, name=name, parts=parts)
 
 
 def _final(block: Block, world: World) -> Iterator[BufferRule]:
@@ -277,6 +305,7 @@ _KINDS: Mapping[str, tuple[str, str, Callable[[Block, World], Iterator[BufferRul
     "mlp": ("gate up down", "gate_bias+up_bias down_bias", _mlp),
     "moe": ("router gate up down", "router_bias", _moe),
     "shared": ("gate up down", "router", _mlp),
+    "mtp": ("embed_norm hidden_norm proj norm", "", _norms),
     "final": ("norm", "", _final),
     "head": ("head", "", _head),
 }

@@ -1,18 +1,20 @@
-"""vLLM's rules for latent attention: the way down whole and fused, the way up by heads.
+"""vLLM's rules for latent attention: the way down whole and fused, the way up by heads; and of its drafter.
 
-Source: vllm 0.32.0, models/deepseek_v2.py: ``DeepseekV2MLAAttention``. What it derives from ``kv_b_proj``
-after loading (the absorbed weights of decoding) is its own, and follows when vLLM processes loaded weights.
+Source: vllm 0.32.0, models/deepseek_v2.py: ``DeepseekV2MLAAttention``; models/deepseek_mtp.py:
+``DeepSeekMTP``. What it derives from ``kv_b_proj`` after loading (the absorbed weights of decoding) is its
+own, and follows when vLLM processes loaded weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardweave.dialects.vllm.checks import check_shape
 from shardweave.dialects.vllm.rules import query_heads
 from shardweave.dialects.vllm.world import World, held_whole, renamed
 from shardweave.layout import BufferRule, Part, Sharded, concat, whole
-from shardweave.models import Block
+from shardweave.models import Block, Model
 
 _DOWN = (".q_a_proj.", ".fused_qkv_a_proj.")
 
@@ -47,3 +49,23 @@ def latent(block: Block, world: World) -> Iterator[BufferRule]:
 
 def _by_heads(size: int, heads: int, world: World) -> Sharded:
     return world.over_tp(lambda r: query_heads(whole(size), heads, world.tp, r))
+
+
+def further(model: Model) -> tuple[range, ...]:
+    """The layers of a drafter, on its one stage."""
+    numbers = [n for block in model.of("mtp") for _, n in block.layers]
+    return (range(min(numbers), max(numbers) + 1),)
+
+
+def draft_blocks(model: Model) -> Iterator[Block]:
+    """The blocks of a drafter: the embedding, and the layers for further tokens."""
+    (layers,) = further(model)
+    for block in model.blocks:
+        if block.kind == "embedding" or (block.layers and all(n in layers for _, n in block.layers)):
+            yield block
+
+
+def within(world: World) -> World:
+    """The names of a drafter, whose layers have the decoder layer inside."""
+    inner = (".layers.{layer}.", ".layers.{layer}.mtp_block.")
+    return replace(world, names=(*world.names, inner))
