@@ -191,7 +191,7 @@ class SequenceLayout:
         """A padded batch from the parts of all ranks.
 
         Args:
-            parts: One for each context rank; with ``split_tp`` one for each rank of both axes, ``tp`` fastest.
+            parts: One for each context rank; with ``split_tp`` one for each of both axes, ``tp`` fastest.
             split_tp: Whether they are cut over ``tp`` too.
         """
         ranks = [(c, t) for c in range(self.cp) for t in (range(self.tp) if split_tp else (None,))]
@@ -212,7 +212,7 @@ class SequenceLayout:
         """For each token what the token ``by`` further on in its document has; ``fill`` past its end.
 
         On the real tokens of the whole batch, so that no part of a rank and no document's end is crossed.
-        With 1 these are the labels of the next token, with ``k + 1`` those of a head that looks ``k`` further.
+        With 1 these are the labels of the next token, with ``k + 1`` those of a head that looks ``k`` on.
 
         Args:
             values: ``(num_tokens, ...)``, a numpy array or a torch tensor.
