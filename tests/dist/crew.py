@@ -123,8 +123,8 @@ class Fault:
     """Something that happens to a rank at a point of its next turn.
 
     Attributes:
-        how: ``kill`` or ``stop``, of the rank or of the store; ``lie`` or ``flip``, of its transport, for
-            good; ``disk`` or ``memory``, which are full; or the name of an exception.
+        how: ``kill``, ``stop`` or ``interrupt``, the first two ``the store`` too; ``lie`` or ``flip``, of its
+            transport, for good; ``disk`` or ``memory``, which are full; or the name of an exception.
         point: One of ``POINTS``.
         number: At ``stage`` the round, or the first; for the store its process.
     """
@@ -204,8 +204,8 @@ class _Hurt:
 class _Member:
     """One rank in its process."""
 
-    def __init__(self, rank: int, *, transport: str, spill: str) -> None:
-        self.rank, self.kind, self.fault = rank, transport, None
+    def __init__(self, rank: int, *, transport: str, spill: str, torn: bool) -> None:
+        self.rank, self.kind, self.torn, self.fault = rank, transport, torn, None
         self.lock, self.seen, self.spill = threading.Lock(), set(), spill
         self.member: Publisher | Receiver | None = None
         self.live = content(TRAINER, 0).get(rank, {})
@@ -242,6 +242,8 @@ class _Member:
             inside = Buffers(
                 layout=ENGINE, rank=self.rank, arrays=self.served, memory_bytes=600, spill=self.spill
             )
+            if self.torn:
+                inside._staged = self.served
             target: Any = _Served(inside, self.served, self.lock)
             target.at = self.at
             self.member = Receiver(session, target)
@@ -294,6 +296,8 @@ class _Member:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.how == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         elif fault.how == "kill the store":
             os.kill(fault.number, signal.SIGKILL)
         elif fault.how == "stop the store":
@@ -379,9 +383,9 @@ def _no_memory(*_: Any, **__: Any) -> Any:
     raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
 
-def _live(pipe: Connection, rank: int, transport: str, spill: str) -> None:
+def _live(pipe: Connection, rank: int, transport: str, spill: str, torn: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    member = _Member(rank, transport=transport, spill=spill)
+    member = _Member(rank, transport=transport, spill=spill, torn=torn)
     while True:
         try:
             what, given = pipe.recv()
@@ -402,8 +406,15 @@ def _host(pipe: Connection) -> None:
 class Crew:
     """Four ranks, and the store that they meet in."""
 
-    def __init__(self, *, transport: str, spill: str) -> None:
-        self.transport, self.spill = transport, spill
+    def __init__(self, *, transport: str, spill: str, torn: bool = False) -> None:
+        """Start them.
+
+        Args:
+            transport: Its name.
+            spill: A folder in which receivers stage.
+            torn: Whether receivers stage in what they serve: a mistake, to see that it is seen.
+        """
+        self.given = transport, spill, torn
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Connection] = {}
         self.new_store()
@@ -433,7 +444,7 @@ class Crew:
         self.join([rank])
 
     def begin(self, rank: int) -> None:
-        self.spawn(rank, _live, rank, self.transport, self.spill)
+        self.spawn(rank, _live, rank, *self.given)
 
     def spawn(self, number: int, work: Callable[..., None], *given: Any) -> None:
         context = multiprocessing.get_context("forkserver")
