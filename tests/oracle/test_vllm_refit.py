@@ -44,7 +44,15 @@ def run(folder: Path, *args: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "tp"), [("qwen3", 1), ("qwen3_bf16", 1), ("qwen3_moe", 1), ("qwen3_moe", 2), ("deepseek_v3", 1)]
+    ("model", "tp"),
+    [
+        ("qwen3", 1),
+        ("qwen3_bf16", 1),
+        ("qwen3_moe", 1),
+        ("qwen3_moe", 2),
+        ("deepseek_v3", 1),
+        ("qwen3_next", 1),
+    ],
 )
 def test_an_engine_serves_what_a_fresh_one_would(model: str, tp: int, tmp_path: Path) -> None:
     fresh = run(tmp_path, model, str(tp), "fresh")
@@ -94,7 +102,7 @@ def test_an_engine_serves_what_a_fresh_one_would(model: str, tp: int, tmp_path: 
     # and vLLM's own reload of the same checkpoint leaves experts as they were loaded, not as they are used.
     reloaded = found["reloaded by vLLM"]
     assert all(state["changed"] and "was changed since" in state["error"] for state in reloaded["state"])
-    if model in ("qwen3_moe", "deepseek_v3"):
+    if model in ("qwen3_moe", "deepseek_v3", "qwen3_next"):
         assert reloaded["said"] != start["said"]
         for audit in reloaded["audit"]:
             names = {each.split(":")[0].rsplit(".", 1)[1] for each in audit["different"]}

@@ -39,7 +39,7 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [1],
     "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
-# Sizes of latent attention are those that vLLM has a kernel for.
+# Sizes of latent and linear attention are those that vLLM has kernels for.
 DEEPSEEK = {
     **{key: QWEN3[key] for key in QWEN3 if key not in ("head_dim", "tie_word_embeddings")},
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "dtype": "bfloat16",
@@ -50,8 +50,16 @@ DEEPSEEK = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN3_NEXT = {
+    **QWEN3_MOE, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "dtype": "bfloat16",
+    "num_hidden_layers": 4, "num_attention_heads": 4, "full_attention_interval": 4, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.25,
+    "mlp_only_layers": [],
+}  # fmt: skip
 CONFIGS = {
     "qwen3": QWEN3,
+    "qwen3_next": QWEN3_NEXT,
     "deepseek_v3": DEEPSEEK,
     "qwen3_bf16": {**QWEN3, "dtype": "bfloat16", "tie_word_embeddings": False},
     "qwen3_moe": QWEN3_MOE,
@@ -61,13 +69,13 @@ SEEDS = (1, 2)
 
 
 def weights(model: Model, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Weights of every tensor by name, norms around 1."""
+    """Weights of every tensor by name; norms around 1, and exact less 1, as some trainers hold them."""
     generator = np.random.default_rng(seed)
     found: dict[str, NDArray[np.float32]] = {}
     for tensor in model.tensors:
         for name in tensor.names():
             values = generator.standard_normal(tensor.shape).astype(np.float32) * np.float32(0.08)
-            found[name] = values + 1 if "norm" in name else values
+            found[name] = 1 + np.round(values * 128) / 128 if "norm" in name else values
     return found
 
 
@@ -125,14 +133,14 @@ class Trainer:
         self.ranks = range(4)
         self.store, self.transport = store, transport
         self.receivers = range(4, 4 + receivers)
-        held = materialise(self.layout, self._whole(SEEDS[0]))
         self.arrays = {
             rank: {
-                name: torch.from_numpy(held[rank][name]).to(getattr(torch, buffer.dtype))
+                name: torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype))
                 for name, (buffer, _) in self.layout.arrays(rank).items()
             }
             for rank in self.ranks
         }
+        self.step(SEEDS[0])
         self.publishers = [self._publisher(rank) for rank in self.ranks]
 
     def _whole(self, seed: int) -> dict[Any, Any]:
@@ -157,9 +165,11 @@ class Trainer:
 
     def step(self, seed: int) -> None:
         """Train: other values in the same memory."""
-        for rank, arrays in materialise(self.layout, self._whole(seed)).items():
-            for name, array in arrays.items():
-                self.arrays[rank][name].copy_(torch.from_numpy(array))
+        held = materialise(self.layout, self._whole(seed))
+        for rank in self.ranks:
+            for name, (buffer, _) in self.layout.arrays(rank).items():
+                stored = buffer.transform.apply(held[rank][name])
+                self.arrays[rank][name].copy_(torch.from_numpy(stored))
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[list[str]]:
