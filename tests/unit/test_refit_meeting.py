@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from refit_world import World, all_alike, engine_layout, succeeded, trainer_layout
+from refit_world import World, all_alike, bits, content, engine_layout, succeeded, trainer_layout
 from torch.distributed import HashStore
 
 from shardweave.errors import PlanError, TransportError
@@ -122,6 +122,21 @@ def _quietly(work: Callable[..., Any], *given: Any) -> None:
         work(*given)
     except BaseException:
         return
+
+
+def test_a_number_that_another_publisher_offers_may_have_other_content_and_is_sent() -> None:
+    """A trainer goes back to a checkpoint and comes to the step that it had published before."""
+    world = World(trainer_layout(), (engine_layout(),))
+    succeeded(world.turn(0))
+    for rank in world.publishers:
+        world.members[rank].close()
+        world.join(rank)
+    world.train(1)  # other weights, under the number that all serve
+    assert all(each.changed for each in succeeded(world.turn(0)).values())
+    for engine in world.engines:
+        for rank, arrays in content(engine, 1).items():
+            assert bits(world.served[rank]) == bits(arrays)
+    assert not any(each.changed for each in succeeded(world.turn(0)).values())
 
 
 # --- interrupts ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from types import TracebackType
 
 from shardweave.errors import GeometryError
@@ -31,6 +32,7 @@ class Publisher:
         self.session, self.source = session, source
         self.version: int | None = None
         self._published: dict[str, Sums] = {}
+        self._name = secrets.token_hex(8)
 
     def publish(self, version: int) -> Refit:
         """Bring a version to all receivers. Every publisher and every receiver takes part.
@@ -38,7 +40,7 @@ class Publisher:
         Laws:
             It returns on every rank, and then all receivers serve ``version``; or it raises on every rank
             that lives, and then each receiver serves what it served.
-            To publish what all serve already moves nothing.
+            To publish what this object published and all serve already moves nothing.
 
         Args:
             version: Counted up by the caller whenever the weights change, for example the step.
@@ -58,7 +60,7 @@ class Publisher:
                 hint="use the training step, or any number that is counted up",
             )
         again = self._published if version == self.version else {}
-        part = Part(version, source=self.source, published=again)
+        part = Part(version, source=self.source, origin=self._name, published=again)
         done = self.session.run(part)
         self.version, self._published = version, {**again, **part.sealed}
         return done

@@ -37,7 +37,7 @@ class Receiver:
         self.session, self.target = session, target
         self._subset, self._allow_casts = subset, allow_casts
         self._version: int | None = None
-        self._is_in_doubt = False
+        self._origin, self._is_in_doubt = "", False
 
     @property
     def version(self) -> int | None:
@@ -70,6 +70,7 @@ class Receiver:
         part = Part(
             self._version,
             target=self.target,
+            origin=self._origin,
             subset=self._subset,
             allow_casts=self._allow_casts,
             in_doubt=self._is_in_doubt or bool(self.target.broken()),
@@ -77,7 +78,7 @@ class Receiver:
         try:
             return self.session.run(part)
         finally:
-            self._version, self._is_in_doubt = part.version, part.in_doubt
+            self._version, self._origin, self._is_in_doubt = part.version, part.origin, part.in_doubt
 
     def close(self) -> None:
         """Close the session."""

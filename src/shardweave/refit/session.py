@@ -82,6 +82,7 @@ class Part:
         version: What a publisher offers, and what a receiver serves; the session counts it up on commit.
         source: What a publisher has.
         target: Where a receiver puts it.
+        origin: As in ``Hello``.
         subset, allow_casts: Of a receiver, as in ``Hello``.
         in_doubt: Of a receiver: it cannot know which version it serves, or serves none whole.
         published: Of a publisher: what its version came to when it was published before, by way.
@@ -92,6 +93,7 @@ class Part:
     version: int | None
     source: Source | None = None
     target: Target | None = None
+    origin: str = ""
     subset: bool = False
     allow_casts: bool = False
     in_doubt: bool = False
@@ -118,10 +120,12 @@ class _Brought:
 
     Attributes:
         done: What it comes to once the turn is committed.
+        origin: Whose version it is.
         is_staged: Whether this rank has staged something to serve.
     """
 
     done: Refit
+    origin: str
     is_staged: bool
 
 
@@ -283,7 +287,7 @@ class Session:
         meeting.clear()  # all are in this turn, so nobody reads what was said in earlier ones
         if not world.ways:
             self._check_content(part)
-            return _Brought(Refit(world.version, turn, False), is_staged=False)
+            return _Brought(Refit(world.version, turn, False), world.origin, is_staged=False)
         with clock("seal"):
             steps = [self._schedule(way) for way in world.ways]
             mine = part.way = next((way for way in world.ways if self.rank in way.engine.mesh.ranks), None)
@@ -300,7 +304,8 @@ class Session:
             with clock("derive"):
                 values.apply(mine.steps, self.rank, landed, part.target.stage())
                 part.target.derive()
-        return _Brought(Refit(world.version, turn, True, 1, *moved, copies), is_staged=mine is not None)
+        done = Refit(world.version, turn, True, 1, *moved, copies)
+        return _Brought(done, world.origin, is_staged=mine is not None)
 
     def _tell(self, part: Part, error: BaseException, kind: str, brought: _Brought | None) -> Outcome:
         """End the turn for everybody with an error of this rank, unless it has ended; how it ended."""
@@ -326,7 +331,7 @@ class Session:
                     hint="the other receivers serve it: stop serving here, mend what is reported, and "
                     "receive again",
                 ) from error
-            part.version, part.in_doubt = brought.done.version, False
+            part.version, part.origin, part.in_doubt = brought.done.version, brought.origin, False
 
     def _clean(self, part: Part) -> None:
         # Messages of a turn that broke off may still be under way: they must not meet those of the next.
@@ -344,6 +349,7 @@ class Session:
             self._group,
             part.subset,
             part.allow_casts,
+            part.origin,
         )
         said = self._meeting.exchange("hello", encode_hello(mine))
         hellos = {rank: decode_hello(data, rank) for rank, data in said.items()}

@@ -36,6 +36,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
         group: The turn in which this rank's transport was made; -1 if it has none.
         subset: Of a receiver: whether its layout leaves out some of what is published.
         allow_casts: Of a receiver: whether it stores values in a dtype that cannot hold them all.
+        origin: Of a publisher: a name for who remembers what it published. Of a receiver: the ``origin`` of
+            the world in which it got what it serves.
     """
 
     instance: str
@@ -45,6 +47,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     group: int
     subset: bool = False
     allow_casts: bool = False
+    origin: str = ""
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -92,11 +95,14 @@ class World:
 
     Attributes:
         version: The version that is offered.
+        origin: A digest of who offers it. Somebody else may have other content under the same number, as a
+            trainer has that went back to a checkpoint: what it offers is not served yet.
         ways: The engines that do not serve it yet, in order of their ranks.
         is_new_group: Whether the transports of all ranks have to be made anew.
     """
 
     version: int
+    origin: str
     ways: tuple[Way, ...]
     is_new_group: bool
 
@@ -138,13 +144,15 @@ class Worlds:
         self._check_alike(hellos)
         version = self._version(publishers)
         source_key, source = self._source(publishers, read)
+        offered_by = sorted((rank, hello.origin) for rank, hello in publishers.items())
+        origin = blake2b(repr(offered_by).encode(), digest_size=8).hexdigest()
         ways = [
             self._way(source_key, source, digest, receivers[ranks[0]], read)
             for digest, ranks in self._engines(receivers, read).items()
-            if any(receivers[rank].version != version for rank in ranks)
+            if any((receivers[rank].version, receivers[rank].origin) != (version, origin) for rank in ranks)
         ]
         groups = {hello.group for hello in hellos.values()}
-        return World(version, tuple(ways), len(groups) > 1 or -1 in groups)
+        return World(version, origin, tuple(ways), len(groups) > 1 or -1 in groups)
 
     def _check_alike(self, hellos: Mapping[int, Hello]) -> None:
         first = min(hellos)
