@@ -31,6 +31,7 @@ FOREIGN = {
     "--moe-grouped-gemm": "Megatron-LM",
     "--apply-layernorm-1p": "Megatron-LM",
     "--enable-expert-parallel": "vLLM",
+    "--engine": "examples/rl_loop.py",
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 
