@@ -29,6 +29,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"num_experts": 0},
     ],
     "mixtral": [{}],
+    "deepseek_v2": [{}, {"q_lora_rank": 20, "first_k_dense_replace": 0}, {"attention_bias": True}],
     "deepseek_v3": [
         {},
         {"q_lora_rank": None, "num_nextn_predict_layers": 0},

@@ -122,6 +122,35 @@ def test_published_totals() -> None:
     assert len(model.tensors) < 60, "a family over layers and experts is one tensor"
 
 
+def test_published_totals_of_v2() -> None:
+    """DeepSeek-V2-Lite, whose queries are not compressed, and DeepSeek-V2."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408}
+    sizes |= {"num_hidden_layers": 27, "num_attention_heads": 16, "n_routed_experts": 64}
+    common = {"model_type": "deepseek_v2", "dtype": "bfloat16", "vocab_size": 102400, "kv_lora_rank": 512}
+    common |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 2}
+    common |= {"first_k_dense_replace": 1}
+    lite = from_config({**common, **sizes, "q_lora_rank": None})
+    assert lite.numel == 15_706_484_224
+    assert not any("q_a_proj" in tensor.name or "e_score" in tensor.name for tensor in lite.tensors)
+    sizes = {"hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536}
+    sizes |= {"num_hidden_layers": 60, "num_attention_heads": 128, "n_routed_experts": 160}
+    assert from_config({**common, **sizes, "q_lora_rank": 1536}).numel == 235_741_434_880
+
+
+def test_files_in_blocks_of_float8_have_the_published_elements() -> None:
+    """DeepSeek-V3 as released, by dtype."""
+    quantisation = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    model = from_config(RELEASED | {"quantization_config": {**quantisation, "weight_block_size": [128, 128]}})
+    found: dict[str, int] = {}
+    for buffer in hf.layout(model).buffers(0):
+        found[buffer.dtype] = found.get(buffer.dtype, 0) + buffer.numel
+    assert found == {
+        "float8_e4m3fn": 680_571_043_840,
+        "bfloat16": 3_918_786_560,
+        "float32": 41_555_600,
+    }
+
+
 def test_both_spellings() -> None:
     new = {k: v for k, v in RELEASED.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 40}}

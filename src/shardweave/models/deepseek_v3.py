@@ -40,6 +40,13 @@ _ROUTING = (
 
 def _layers(config: Config, stack: Stack, layers: Dim) -> Iterator[Block]:
     extra = _number(config, config.spelled("num_nextn_predict_layers", "num_mtp_layers"))
+    yield from layers_of(config, stack, layers, extra=extra, router_bias=True)
+
+
+def layers_of(
+    config: Config, stack: Stack, layers: Dim, *, extra: int = 0, router_bias: bool = False
+) -> Iterator[Block]:
+    """The layers of a DeepSeek model, and ``extra`` ones behind them for further tokens."""
     every = Dim([Run("", 0, len(layers) + extra)])
     first_sparse = config.size("first_k_dense_replace", least=0)
     found, bias = latent(config), config.flag("attention_bias")
@@ -56,7 +63,7 @@ def _layers(config: Config, stack: Stack, layers: Dim) -> Iterator[Block]:
             continue
         ffn_size = config.size("moe_intermediate_size")
         experts = config.size(config.spelled("n_routed_experts", "num_local_experts"))
-        yield moe_block(stack, held, num_experts=experts, ffn_size=ffn_size, router_bias=True)
+        yield moe_block(stack, held, num_experts=experts, ffn_size=ffn_size, router_bias=router_bias)
         if num_shared := _number(config, "n_shared_experts"):
             yield shared_block(stack, held, num_shared * ffn_size, module="mlp.shared_experts")
 
@@ -100,30 +107,34 @@ def latent(config: Config) -> Latent:
     return Latent(num_heads, q_rank, config.size("kv_lora_rank"), nope, rope, config.size("v_head_dim"))
 
 
+SIZES = frozenset(
+    {
+        "attention_bias",
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_local_experts",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "quantization_config",
+        "v_head_dim",
+    }
+)
+"""Keys that decide the tensors of every DeepSeek model."""
+
+IGNORED = {**dict.fromkeys(_ROUTING, MATHS), "auto_map": RUNTIME, "ep_size": RUNTIME}
+"""Keys that decide no tensor of any."""
+
 FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _layers,
-    shapes=frozenset(
-        {
-            "attention_bias",
-            "first_k_dense_replace",
-            "kv_lora_rank",
-            "moe_intermediate_size",
-            "n_routed_experts",
-            "n_shared_experts",
-            "num_local_experts",
-            "num_mtp_layers",
-            "num_nextn_predict_layers",
-            "q_lora_rank",
-            "quantization_config",
-            "qk_head_dim",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        }
-    ),
-    ignored={**dict.fromkeys(_ROUTING, MATHS), "auto_map": RUNTIME, "ep_size": RUNTIME},
+    shapes=SIZES | {"num_mtp_layers", "num_nextn_predict_layers"},
+    ignored=IGNORED,
     neutral={
         # Other routers have no correction bias. Other rotations want the rows of q_b and kv_a in another
         # order, and the engines that read these weights do not ask.

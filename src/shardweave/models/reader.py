@@ -9,6 +9,7 @@ from typing import Any
 from shardweave.errors import ModelError
 from shardweave.layout import whole
 from shardweave.models import (
+    deepseek_v2,
     deepseek_v3,
     llama,
     mamba2,
@@ -36,6 +37,7 @@ FAMILIES = {
         qwen2.FAMILY,
         qwen3.FAMILY,
         qwen3_moe.FAMILY,
+        deepseek_v2.FAMILY,
         deepseek_v3.FAMILY,
         qwen3_next.FAMILY,
         qwen3_next.DENSE,

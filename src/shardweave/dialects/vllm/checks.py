@@ -11,6 +11,7 @@ from shardweave.models import Block, Model
 # The ends of a model that every pipeline stage of it holds, the others being on the first and the last stage
 # only: embedding, last norm, head. vLLM decides it in each model class.
 ENDS_EVERYWHERE: Mapping[str, str] = {
+    "deepseek_v2": "",
     "deepseek_v3": "",
     "llama": "",
     "mistral": "",
@@ -33,7 +34,7 @@ NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 # Model classes that build a head of its own whatever the config says, and fill it with nothing if it is tied.
-_NEVER_TIED = frozenset({"deepseek_v3", "qwen3_next"})
+_NEVER_TIED = frozenset({"deepseek_v2", "deepseek_v3", "qwen3_next"})
 
 # Model classes that build o_proj without a bias and drop the one of a checkpoint without a word.
 _NO_O_BIAS = frozenset({"qwen3", "qwen3_moe"})
