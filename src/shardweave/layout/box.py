@@ -26,6 +26,8 @@ class Box:
     dims: tuple[range, ...]
 
     def __post_init__(self) -> None:
+        if all(dim.step == 1 and 0 <= dim.start < dim.stop for dim in self.dims):
+            return  # most boxes are; a plan has many
         for i, dim in enumerate(self.dims):
             if dim.step < 1 or (dim and dim.start < 0):
                 raise OutsideError(

@@ -138,6 +138,9 @@ def schedule(plan: Plan, *, rank: int, memory_bytes: int = MEMORY_BYTES) -> Sche
                     continue
                 rounds = [dealer.deal(src, dst, part) for part in parts]
                 if copy:
+                    if len(rounds) == 1:
+                        mine[rounds[0]].append(copy)
+                        continue
                     for number, cut in zip(rounds, _cuts(copy.dst_box.shape, limit), strict=True):
                         mine[number].append(_part(copy, cut))
     return Schedule(

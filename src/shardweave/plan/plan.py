@@ -148,14 +148,15 @@ def _rearrange(block: Any, from_dims: tuple[int, ...], to_dims: tuple[int, ...])
 def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
     src_buffers = _buffers(plan.src, family.src_rule, family.src)
     dst_buffers = _buffers(plan.dst, family.dst_rule, family.dst)
+    src_names, dst_names = _Names(), _Names()
     moves = zip(family.box.tolist(), family.src.tolist(), family.dst.tolist(), strict=True)
     for box, src_rank, dst_rank in moves:
-        src, dst = src_buffers[src_rank], dst_buffers[dst_rank]
+        (src, src_separate), (dst, dst_separate) = src_buffers[src_rank], dst_buffers[dst_rank]
         src_places = _ranges(family.src_at[box], family.src_step[box], family.count[box])
         dst_places = _ranges(family.dst_at[box], family.dst_step[box], family.count[box])
         elements = _ranges(family.index[box], family.index_step[box], family.count[box])
         # A dim that is separate arrays on either side is walked one index at a time.
-        walked = sorted({*src.separate, *dst.separate})
+        walked = sorted({*src_separate, *dst_separate})
         for turn in itertools.product(*(range(len(src_places[d])) for d in walked)):
             s, t, e = list(src_places), list(dst_places), list(elements)
             for d, i in zip(walked, turn, strict=True):
@@ -163,10 +164,10 @@ def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
             yield Copy(
                 family,
                 src_rank,
-                src.member(tuple(s[d].start for d in src.separate)),
+                src_names.member(src, tuple(s[d].start for d in src_separate)),
                 Box(tuple(s[d] for d in src.stacked)),
                 dst_rank,
-                dst.member(tuple(t[d].start for d in dst.separate)),
+                dst_names.member(dst, tuple(t[d].start for d in dst_separate)),
                 Box(tuple(t[d] for d in dst.stacked)),
                 src.stacked,
                 dst.stacked,
@@ -174,10 +175,24 @@ def _copies(plan: Plan, family: Family) -> Iterator[Copy]:
             )
 
 
-def _buffers(layout: Layout, number: int, ranks: Ints) -> dict[int, Buffer]:
-    """The buffer of each rank that a family names."""
+def _buffers(layout: Layout, number: int, ranks: Ints) -> dict[int, tuple[Buffer, tuple[int, ...]]]:
+    """The buffer of each rank that a family names, and its separate dims."""
     found = {rank: layout.rules[number].at(layout.mesh, rank) for rank in np.unique(ranks).tolist()}
-    return {rank: buffer for rank, buffer in found.items() if buffer is not None}
+    return {rank: (buffer, buffer.separate) for rank, buffer in found.items() if buffer is not None}
+
+
+class _Names:
+    """Names of arrays, each made once: a stacked array is written to once an expert."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, tuple[int, ...]], str] = {}
+
+    def member(self, buffer: Buffer, positions: tuple[int, ...]) -> str:
+        key = id(buffer), positions
+        name = self._known.get(key)
+        if name is None:
+            name = self._known[key] = buffer.member(positions)
+        return name
 
 
 def _ranges(at: Ints, step: Ints, count: Ints) -> list[range]:
