@@ -151,6 +151,14 @@ def test_what_is_served_is_what_a_fresh_model_derives(seeds: tuple[int, ...]) ->
     assert all(a.kv_cache is b and bool((b == 7).all()) for a, b in zip(layers, caches, strict=True))
 
 
+def test_what_is_staged_may_be_what_was_there_at_first() -> None:
+    live, twin = fresh(1), Model()
+    fill(twin, 2)
+    pairs = Pairs(live, twin, staged=twin.parameters(), ours=OURS)
+    refit(pairs, 2)
+    assert unlike(live, 2) == []
+
+
 def test_a_difference_is_seen() -> None:
     found = unlike(fresh(1), 2)
     assert any("embed.weight" in each for each in found) and any(".packed" in each for each in found)
@@ -243,6 +251,37 @@ def test_a_change_after_the_commit_is_known() -> None:
     assert exchange.broken() == "norm.weight"
 
 
+TABLE = torch.arange(6.0)
+"""What all models look at, as they do at tables of angles."""
+
+
+class Windowed(nn.Module):
+    """A model that looks at a table of all models, and then at its own weights, by tensors made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6), requires_grad=False)
+
+    def derive(self) -> None:
+        self.table = TABLE.view(6)
+        self.view = self.weight.detach().view(6)
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def test_memory_that_others_look_at_is_not_used_for_staging() -> None:
+    live, twin = Windowed(), Windowed()
+    fill(live, 1)  # type: ignore[arg-type]
+    live.derive()
+    pairs = Pairs(live, twin, staged=twin.parameters())
+    for seed in (2, 3, 4):
+        refit(pairs, seed)
+        twin.weight.detach().fill_(float("nan"))
+        assert TABLE.tolist() == [0, 1, 2, 3, 4, 5]
+        wanted = Windowed()
+        fill(wanted, seed)  # type: ignore[arg-type]
+        assert same_bits(live.view, wanted.weight)
+
+
 # --- addresses stay -----------------------------------------------------------------------------
 
 
@@ -289,6 +328,7 @@ def test_addresses_stay_where_code_holds_them() -> None:
         exchange.commit()
         pairs.reset()
         assert exchange.broken() == ""
+        assert all(step.values is None for step in exchange.steps)  # type: ignore[union-attr]
         wanted = Plain()
         fill(wanted, seed)  # type: ignore[arg-type]
         wanted.derive()

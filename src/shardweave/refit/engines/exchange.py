@@ -77,7 +77,10 @@ class _Put:
         """Whether it still is what it was made."""
         if isinstance(self.contents, dict):
             return self.contents.get(self.key, ABSENT) is self.value
-        return list(self.contents) == list(self.value)
+        if isinstance(self.contents, set):
+            return bool(self.contents == self.value)
+        now, made = self.contents, self.value
+        return len(now) == len(made) and all(a is b for a, b in zip(now, made, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +106,20 @@ class _Point:
         return same_memory(self.live.detach(), self.memory)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Copy:
     """A tensor of the live model whose memory stays where it is."""
 
     path: str
     live: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
     address: int
 
     def do(self) -> Any:
-        """Copy the values."""
+        """Copy the values, and let go of them."""
+        assert self.values is not None
         self.live.detach().copy_(self.values)
+        self.values = None
 
     def undo(self, before: Any) -> None:
         """Values that were overwritten are gone; ``prepare`` has seen to it that no copy fails."""
@@ -181,15 +186,18 @@ def prepare(pairs: Pairs, *, stay: bool = False) -> Exchange:
                 spare.append(old.untyped_storage())
         steps.append(_Put(path, node.live, key, new))
     given |= {storage_of(value) for value in seen.values() if isinstance(value, torch.Tensor)}
+    still = set(pairs.shared_memory)  # memory that stays the live model's
     for kept in pairs.kept:
-        if kept.values is not None and not kept.changed():
-            continue
-        if kept.place is None:  # what holds it is among the changes, or gone
+        # Where nothing holds it any more, what does is among the changes.
+        changed = kept.place is not None and (kept.values is None or kept.changed())
+        if not changed:
+            still |= {storage_of(kept.live)} if isinstance(kept.live, torch.Tensor) else set()
             continue
         live, now = _counterpart(kept), kept.twin.detach()
         spare.insert(0, live.untyped_storage())
         steps.append(_Point(kept.path, live, now))
         given.add(storage_of(now))
+    spare = [old for old in spare if old.data_ptr() not in still | given]
     others: dict[int, torch.UntypedStorage] = {}  # by what they stand in for, as several tensors may see it
     memory: list[tuple[Kept, torch.Tensor]] = []
     for kept in pairs.kept:

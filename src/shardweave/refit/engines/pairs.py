@@ -115,6 +115,7 @@ class Pairs:
         self._kept: dict[int, Kept] = {}
         self._counterpart: dict[int, Any] = {}
         self._shared: set[int] = set()
+        self.shared_memory: set[int] = set()
         self._alive: list[Any] = []  # ids stay those of these objects
         shared: list[Any] = []
         given = {storage_of(tensor) for tensor in staged}
@@ -172,7 +173,9 @@ class Pairs:
                 continue
             self._shared.add(id(value))
             self._alive.append(value)
-            if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                self.shared_memory.add(storage_of(value))
+            else:
                 stack.extend(child for _, child in children(value))
 
     @property
