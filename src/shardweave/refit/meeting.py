@@ -232,13 +232,6 @@ class Meeting:
         """Leave something for whoever looks; it takes part in no decision."""
         self._ask(lambda: self._store.set(key, value))
 
-    def noted(self, keys: Sequence[str]) -> Mapping[str, bytes]:
-        """What was left under some keys, where it was."""
-        left: dict[str, bytes] = self._ask(
-            lambda: {key: self._store.get(key) for key in keys if self._store.check([key])}
-        )
-        return left
-
     def clear(self) -> None:
         """Take back what this rank said in turns that are over for everybody."""
         old, self._mine = self._mine, []
