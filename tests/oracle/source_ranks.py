@@ -192,7 +192,7 @@ def of_fsdp2(case: dict[str, Any], rank: int) -> tuple[Source, Wrong]:
     wrong: Wrong = {
         "whole parameters": unsharded,
         "another vocabulary": lambda: source(config={"vocab_size": 54}),
-        "fewer layers": lambda: source(config={"num_hidden_layers": 2}),
+        "fewer layers": lambda: source(config={"num_hidden_layers": config["num_hidden_layers"] - 1}),
         "another mesh": lambda: source(mesh=fsdp.mesh(**{name + "_": n for name, n in case["mesh"].items()})),
         "another dtype": lambda: source(config={"dtype": "bfloat16"}),
     }
