@@ -261,14 +261,16 @@ def test_a_rank_that_fails_anywhere_ends_the_turn_for_all_by_its_own_error(
 # --- the store ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["kill the store", "stop the store"])
-def test_a_store_that_dies_or_stalls_anywhere_frees_everybody(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "transport"), [("kill the store", "shared"), ("stop the store", "gloo")])
+def test_a_store_that_dies_or_stalls_anywhere_frees_everybody(
+    how: str, transport: str, tmp_path: Path
+) -> None:
     """Who voted and cannot know the outcome says that it does not know; everybody serves a whole version."""
     draw = random.Random(how)
     points = [(rank, point) for rank in (1, 2) for point in POINTS[role(rank)]]
     draw.shuffle(points)
     doubts = 0
-    with crew("shared", tmp_path) as ranks:
+    with crew(transport, tmp_path) as ranks:
         clean(ranks, 0)
         for version, (rank, point) in enumerate(points[:12], start=1):
             host = ranks.processes[-1].pid

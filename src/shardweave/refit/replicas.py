@@ -147,20 +147,29 @@ def _of(layout: Layout, rank: int) -> list[Shared]:
 
 
 def digests(taken: Taken) -> dict[str, str]:
-    """What a rank tells everybody: for all that it shares with the same ranks, one digest."""
-    together: dict[str, bytearray] = {}
+    """What a rank tells everybody: one digest for all that it shares with the same ranks.
+
+    Its key is the first of these ranks, and a digest of them: there may be a thousand.
+    """
+    together: dict[tuple[int, ...], bytearray] = {}
     for one, found in taken:
         if len(one.ranks) > 1:
-            together.setdefault(",".join(map(str, one.ranks)), bytearray()).extend(bytes(found))
-    return {ranks: blake2b(prints, digest_size=16).hexdigest() for ranks, prints in together.items()}
+            together.setdefault(one.ranks, bytearray()).extend(bytes(found))
+    return {
+        f"{ranks[0]}/{_digest(repr(ranks).encode())}": _digest(prints) for ranks, prints in together.items()
+    }
+
+
+def _digest(data: bytes | bytearray) -> str:
+    return blake2b(data, digest_size=12).hexdigest()
 
 
 def differing(said: Mapping[int, Mapping[str, str]]) -> tuple[int, int] | None:
     """The first two ranks whose ``digests`` are not those of replicas, if there are any."""
     for rank, mine in sorted(said.items()):
-        for ranks, digest in mine.items():
-            first = int(ranks.partition(",")[0])
-            if said[first].get(ranks) != digest:
+        for key, digest in mine.items():
+            first = int(key.partition("/")[0])
+            if said[first].get(key) != digest:
                 return first, rank
     return None
 
