@@ -113,3 +113,13 @@ def test_an_engine_serves_what_a_fresh_one_would(model: str, tp: int, tmp_path: 
 
     # What the engine remembers is no weight.
     assert found["caches"][0] == found["caches"][1]
+
+
+def test_pipeline_stages_hold_what_they_loaded(tmp_path: Path) -> None:
+    found = run(tmp_path, "qwen3_moe", "1", "stages")
+    assert found["errors"] == []
+    start, same, other, again = found["parameters"]
+    assert start == same == again and all(a != b for a, b in zip(start, other, strict=True))
+    assert len(found["audits"]) == 6 and all(a["compared"] > 20 for a in found["audits"])
+    assert all(audit["different"] == [] and audit["error"] == "" for audit in found["audits"])
+    assert [state["version"] for state in found["state"]] == [2, 2]

@@ -2,7 +2,7 @@
 
 ``python vllm_engine.py FOLDER MODEL TP live`` makes a tiny checkpoint in ``FOLDER``, starts an engine from
 it, and prints what it saw as one line of JSON. ``fresh`` in place of ``live`` prints what an engine says that
-was started from another checkpoint.
+was started from another checkpoint, ``stages`` what two pipeline stages hold.
 """
 
 from __future__ import annotations
@@ -266,17 +266,18 @@ def reload_by_vllm(worker: Any, path: str) -> None:
 # --- the program --------------------------------------------------------------------------------
 
 
-def start(path: Path, name: str, tp: int) -> tuple[Any, Trainer]:
+def start(path: Path, name: str, tp: int, pp: int = 1) -> tuple[Any, Trainer]:
     llm = engine(
         path,
         tp=tp,
+        pipeline_parallel_size=pp,
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls=WORKER,
     )
-    store, transport = str(path.parent / f"store-{name}-{tp}"), "shared" if tp == 1 else "gloo"
+    store, transport = str(path.parent / f"store-{name}-{tp}-{pp}"), "shared" if tp * pp == 1 else "gloo"
     where = {"publishers": 4, "path": store, "transport": transport, "timeout_s": 60.0}
     llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": where})
-    return llm, Trainer(name, store=store, receivers=tp, transport=transport)
+    return llm, Trainer(name, store=store, receivers=tp * pp, transport=transport)
 
 
 def run(folder: Path, name: str, tp: int) -> dict[str, Any]:
@@ -313,19 +314,35 @@ def run(folder: Path, name: str, tp: int) -> dict[str, Any]:
     return found
 
 
+def run_stages(folder: Path, name: str) -> dict[str, Any]:
+    """Refit an engine of two pipeline stages, which on a CPU vLLM starts and does not generate with."""
+    llm, trainer = start(checkpoint(folder, name, SEEDS[0]), name, tp=1, pp=2)
+    ask: Callable[..., Any] = llm.collective_rpc
+    found: dict[str, Any] = {"parameters": [ask(parameters)], "audits": [], "errors": []}
+    for version, seed in enumerate((SEEDS[0], SEEDS[1], SEEDS[0])):
+        trainer.step(seed)
+        found["errors"] += update(llm, trainer, version)
+        found["parameters"].append(ask(parameters))
+        found["audits"] += ask("refit_audit")
+    found["state"] = ask("refit_state")
+    return found
+
+
 def main() -> None:
     folder, name, tp, how = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",
         VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind" if tp == 1 else "|".join("01"[r % 2] for r in range(tp)),
+        VLLM_CPU_OMP_THREADS_BIND="nobind" if tp == 1 and how != "stages" else "0|1",
         VLLM_LOGGING_LEVEL="WARNING",
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
     )
     if how == "fresh":
         result: Any = said(engine(checkpoint(folder, name, SEEDS[1]), tp=tp))
+    elif how == "stages":
+        result = run_stages(folder, name)
     else:
         result = run(folder, name, tp)
     print("RESULT", json.dumps(result), flush=True)

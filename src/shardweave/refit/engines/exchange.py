@@ -286,7 +286,8 @@ def differences(
 ) -> Iterator[Difference]:
     """Where two models are not alike, walked in step.
 
-    A plain value that only the first model has is no difference: engines note things while they run.
+    What only the first model has is no difference unless it is a tensor, or a container of some: engines
+    note things and compile code while they run.
 
     Args:
         live: One.
@@ -318,7 +319,7 @@ def differences(
                 continue
             mine, other = dict(children(one)), dict(children(two))
             for name in (name for name in (*mine, *other) if (name in mine) != (name in other)):
-                if name not in ours and not (name in mine and isinstance(mine[name], VALUES)):
+                if name not in ours and (name in other or _has_tensors(mine[name])):
                     yield Difference(
                         joined(path, name), f"only the {'served' if name in mine else 'second'} model has it"
                     )
@@ -327,6 +328,12 @@ def differences(
                 for name in mine
                 if name in other and name not in ours
             )
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple, set)):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
 
 
 def _unlike(one: Any, two: Any) -> str:

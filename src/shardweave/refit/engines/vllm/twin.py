@@ -22,8 +22,17 @@ from shardweave.refit.engines.vllm.describe import (
     rank_of,
 )
 
-OURS = frozenset({"kv_cache"})
-"""Attributes that the served model keeps: what it remembers, not what it was loaded with."""
+OURS = frozenset(
+    {
+        "kv_cache", "vllm_config", "compilation_config", "compiled", "first_compile", "aot_compiled_fn",
+        "_compiled_callable", "_compiled_bytecode", "_bytecode_hook_handle",
+        "was_aot_compile_fn_loaded_from_disk",
+    }
+)  # fmt: skip
+"""Attributes that each model has for itself: what it remembers and how it was compiled, not what it loaded.
+
+Source: vllm 0.32.0, compilation/{decorators,wrapper}.py for what compiling leaves on a model.
+"""
 
 _HANDLES = frozenset({"CPUDNNLGEMMHandler"})
 """Classes of vLLM whose objects stand for packed weights that cannot be looked at."""
