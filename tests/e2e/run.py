@@ -78,6 +78,8 @@ class Run:
 
     def __init__(self, folder: Path, python: Path, limits: Limits) -> None:
         self.folder, self.python, self.limits = folder, python, limits
+        # Logs, sockets and stores are of this run alone: a store that was used before has the ranks of before.
+        self.own = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
         self._serial = 0
 
     def checkpoint(self, model: str, number: int) -> Path:
@@ -102,7 +104,7 @@ class Run:
     def trainers(self, name: str, case: dict[str, Any]) -> Iterator[list[wire.Process]]:
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCES, "PYTHONWARNINGS": "ignore"}
         self._serial += 1
-        store = self.folder / f"store{self._serial}"
+        store = self.own / f"store{self._serial}"
         with contextlib.ExitStack() as stack:
             yield [
                 stack.enter_context(
@@ -118,7 +120,7 @@ class Run:
     @contextlib.contextmanager
     def _process(self, name: str, command: Sequence[str], env: dict[str, str]) -> Iterator[wire.Process]:
         self._serial += 1
-        process = wire.Process(f"{self._serial}-{name}", command, folder=self.folder, env=env)
+        process = wire.Process(f"{self._serial}-{name}", command, folder=self.own, env=env)
         try:
             yield process
         finally:

@@ -88,11 +88,16 @@ class Process:
 
     def _accept(self, within_s: float) -> None:
         # The listener has no timeout of its own; its socket does.
-        self._listener._listener._socket.settimeout(within_s)  # type: ignore[attr-defined]
-        try:
-            self._pipe = self._listener.accept()
-        except TimeoutError:
-            self._fail(f"did not come in {within_s:.0f} s")
+        self._listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + within_s
+        while self._pipe is None:
+            try:
+                self._pipe = self._listener.accept()
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    self._fail(f"ended with {self._process.returncode}")
+                if time.monotonic() > deadline:
+                    self._fail(f"did not come in {within_s:.0f} s")
 
     def _fail(self, what: str) -> None:
         raise FailedError(f"{self.name} {what}:\n{self.log.read_text(errors='replace')[-3000:]}")
