@@ -27,6 +27,8 @@ from typing import Any
 import content
 import wire
 
+from shardweave.refit.status import look
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
@@ -78,7 +80,7 @@ class Run:
 
     def __init__(self, folder: Path, python: Path, limits: Limits) -> None:
         self.folder, self.python, self.limits = folder, python, limits
-        # Logs, sockets and stores are of this run alone: a store that was used before has the ranks of before.
+        # Logs, sockets and stores are of this run alone: a store that was used has the ranks of before.
         self.own = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
         self._serial = 0
 
@@ -220,6 +222,7 @@ def run_case(
     assert len(told_apart) == len(answers), "fresh engines of different weights answer differently"
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    session = dist.PrefixStore("shardweave/refit", store)
     meeting: dict[str, Any] = {"host": "127.0.0.1", "port": store.port}
     lines: list[Line] = []
     with (
@@ -235,13 +238,14 @@ def run_case(
             together([(rank, "take", {"version": number}) for rank in trainers], run.limits.command)
             if spoil and version == versions:
                 trainers[0].call("spoil", within_s=run.limits.command)
-            lines.append(_refit(run, trainers, engine, version, answers[number], needed_bytes(config, tp)))
+            needed = needed_bytes(config, tp)
+            lines.append(_refit(run, trainers, engine, session, version, answers[number], needed))
             print(lines[-1], flush=True)
         audits = engine.call("audit", within_s=run.limits.command)
         if any(audit["error"] or audit["different"] or not audit["compared"] for audit in audits):
             raise wire.FailedError(f"what is served is not what vLLM derives from its weights: {audits}")
         # What is served already moves nothing and changes nothing.
-        lines.append(_refit(run, trainers, engine, versions, answers[numbers[-1]], 0))
+        lines.append(_refit(run, trainers, engine, session, versions, answers[numbers[-1]], 0))
         print(lines[-1], "(again)", flush=True)
         if case.get("lose"):
             _lose_one(run, trainers, engine, versions + 1, answers[numbers[-1]])
@@ -266,16 +270,26 @@ def _lose_one(
 
 
 def _refit(
-    run: Run, trainers: Sequence[wire.Process], engine: wire.Process, version: int, expected: Any, needed: int
+    run: Run,
+    trainers: Sequence[wire.Process],
+    engine: wire.Process,
+    store: Any,
+    version: int,
+    expected: Any,
+    needed: int,
 ) -> Line:
     """One version from the trainer to the engine, and what the two make of it."""
     publishes = [(rank, "publish", {"version": version}) for rank in trainers]
     *published, refitted = together([*publishes, (engine, "refit", {})], run.limits.command)
-    assert {one["version"] for one in published} == {version}
+    status = look(store)
+    assert {one["version"] for one in published} == {version} == {status.one_version}
+    # What arrived; a one-sided transport sends nothing, every other sends just that.
+    moved = sum(status.notes[rank].bytes_received for rank in status.members.receivers)
+    assert sum(one["sent"] for one in published) in (0, moved)
     answer = ask(engine, run.limits)
     return Line(
         version,
-        sum(one["sent"] for one in published),
+        moved,
         needed,
         max(one["seconds"] for one in published),
         refitted["seconds"],
