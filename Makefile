@@ -7,7 +7,7 @@
 #   make types   mypy                         make clean   removes .venv, caches and build output
 #
 #   make e2e-refit       a Megatron and an FSDP2 trainer into a real vLLM on this CPU, ten versions each (half an hour)
-#   make e2e-refit-tp8   64 query heads, 2 KV heads, TP8 into TP8: sixteen processes, 16 GB of memory
+#   make e2e-refit-tp8   64 query heads, 2 KV heads, TP8 into TP8: sixteen processes, 8 GB of memory
 #
 # Variables: PYTHON (the interpreter that makes .venv), TORCH_ARGS (extra arguments of `pip install torch`, for
 # example --index-url of the build for your machine), PYTEST_ARGS (for example "-k qkv -x"), BENCH_ARGS (for
