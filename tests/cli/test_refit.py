@@ -94,14 +94,14 @@ def test_all_on_one_version(sw: Run, server: TCPStore) -> None:
     world = World(server)
     assert not world.turn(6) and not world.turn(7)
     keys = server.num_keys()
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert (done.code, done.err) == (0, "")
     assert "All 2 receivers serve version 7." in done.out
     assert "ranks 0-2: trainer, tp 3" in done.out and "ranks 3-4: engine, tp 2" in done.out
     assert "1, committed" in done.out and "2, nobody is in it yet" in done.out
     assert server.num_keys() == keys, "looking writes nothing"
 
-    found = json.loads(sw("refit", "status", place(server), "--json").out)
+    found = json.loads(sw("refit", "status", "--timeout", "40", place(server), "--json").out)
     assert (found["well"], found["version"], found["damaged"]) == (True, 7, {})
     ranks = {each["rank"]: each for each in found["ranks"]}
     assert [each["version"] for each in ranks.values()] == [7] * 5
@@ -120,25 +120,25 @@ def test_a_rank_that_does_not_come_is_named_while_others_wait_and_after(sw: Run,
     turn = threading.Thread(target=lambda: failed.update(world.turn(7, without=(4,))))
     turn.start()
     end = time.monotonic() + 20
-    while "waits for" not in (done := sw("refit", "status", place(server))).out:
+    while "waits for" not in (done := sw("refit", "status", "--timeout", "40", place(server))).out:
         assert time.monotonic() < end, done
     assert "open turn   1, hello: waits for rank 4" in done.out
     assert done.code == 0, "all serve version 6 until then"
     turn.join(60)
     assert {type(error) for error in failed.values()} == {TransportTimeoutError} and len(failed) == 4
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert done.code == 1
     assert "All 2 receivers serve version 6; the last refit failed on ranks 0-3." in done.out
     assert "rank 0, turn 1, offered version 7:" in done.out and "TransportTimeoutError" in done.out
     assert not world.turn(7)
-    assert sw("refit", "status", place(server)).code == 0
+    assert sw("refit", "status", "--timeout", "40", place(server)).code == 0
 
 
 def test_an_engine_that_joins_serves_nothing_yet(sw: Run, server: TCPStore) -> None:
     world = World(server)
     assert not world.turn(6)
     server.delete_key("shardweave/refit/status/4")
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert done.code == 1
     assert "Not one version: version 6 on rank 3; none known on rank 4." in done.out
 
@@ -170,7 +170,7 @@ def test_watch_looks_until_it_is_stopped(sw: Run, server: TCPStore, monkeypatch:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("shardweave.cli.refit.time.sleep", sleep)
-    done = sw("refit", "status", place(server), "--watch")
+    done = sw("refit", "status", "--timeout", "40", place(server), "--watch")
     assert (done.code, done.err, done.out.count("All 2 receivers serve version 6.")) == (0, "", 3)
 
 
@@ -252,7 +252,7 @@ def test_a_server_that_says_nothing_is_given_up_in_time(process: Run, silent: in
 
 
 def test_a_store_without_a_session(sw: Run, server: TCPStore) -> None:
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert (done.code, done.out) == (1, "")
     assert "a session has begun in the store" in done.err and "--prefix" in done.err
 
@@ -292,18 +292,21 @@ def test_a_note_that_is_none(sw: Run, server: TCPStore, what: str) -> None:
     world = World(server)
     assert not world.turn(6)
     leave(server, "status/4", HOSTILE[what])
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert (done.code, done.err) == (1, "")
     assert "unreadable: status/4" in done.out
     assert len(done.out) < 4000 and done.out.replace("\n", "").isprintable()
-    assert "status/4" in json.loads(sw("refit", "status", place(server), "--json").out)["damaged"]
+    assert (
+        "status/4"
+        in json.loads(sw("refit", "status", "--timeout", "40", place(server), "--json").out)["damaged"]
+    )
 
 
 @pytest.mark.parametrize("what", [*HOSTILE, "many ranks"])
 def test_members_that_are_none(sw: Run, server: TCPStore, what: str) -> None:
     many = b'{"publishers":[[0,9223372036854775807]],"receivers":[[1,1]],"transport":"t","timeout_s":1}'
     leave(server, "status/members", {**HOSTILE, "many ranks": many}[what])
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert (done.code, done.out) == (1, "")
     assert "what a rank leaves for people is readable" in done.err and len(done.err) < 1000
 
@@ -318,7 +321,7 @@ def test_escape_sequences_and_markup_are_shown_and_not_obeyed(sw: Run, server: T
     }  # fmt: skip
     leave(server, "status/4", json.dumps(note).encode())
     leave(server, "0/outcome", json.dumps([dirty, 1, dirty, dirty, dirty, dirty, dirty]).encode())
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert done.code == 1
     assert done.out.replace("\n", "").isprintable()
     assert "\\x1b[2J[red]x[/red]" in done.out
@@ -329,7 +332,7 @@ def test_a_turn_that_is_none(sw: Run, server: TCPStore, turn: bytes) -> None:
     world = World(server)
     assert not world.turn(6)
     leave(server, "turn", turn)
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert done.err == "" and done.out.replace("\n", "").isprintable()
 
 
@@ -338,7 +341,7 @@ def test_an_outcome_that_is_none(sw: Run, server: TCPStore, outcome: bytes) -> N
     world = World(server)
     assert not world.turn(6)
     leave(server, "0/outcome", outcome)
-    done = sw("refit", "status", place(server))
+    done = sw("refit", "status", "--timeout", "40", place(server))
     assert (done.code, done.err) == (1, "")
     assert "unreadable: 0/outcome" in done.out
 

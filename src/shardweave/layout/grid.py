@@ -32,6 +32,8 @@ def on_grid(dim: Dim, block: int, sizes: Mapping[str, int]) -> Dim:
     >>> print(on_grid(concat(whole(1536, "q"), whole(576, "kv")), 128, {"q": 1536, "kv": 576}))
     q[0:12] kv[0:5]
     """
+    if block == 1:
+        return dim
     found = []
     for i, run in enumerate(dim.runs):
         begin, end = run.start, run.start + run.count
