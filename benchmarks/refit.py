@@ -95,7 +95,7 @@ def sides(model: dict[str, Any], *, tp: int, dp: int = 1) -> tuple[Layout, Layou
 def arrays_of(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
     """Memory for a rank, touched once."""
     return {
-        name: torch.full(buffer.shape, rank + 1, dtype=getattr(torch, buffer.dtype))
+        name: torch.ones(buffer.shape, dtype=getattr(torch, buffer.dtype))
         for name, (buffer, _) in layout.arrays(rank).items()
     }
 

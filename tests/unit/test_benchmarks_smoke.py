@@ -1,4 +1,4 @@
-"""The benchmark of conversions runs, and what it says of its own run holds."""
+"""The benchmarks of conversions and of refits run, and what they say of their own runs holds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks/convert.py"
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_convert() -> None:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--tiny", "--runs", "1", "--no-peers"],
+        [sys.executable, str(BENCHMARKS / "convert.py"), "--tiny", "--runs", "1", "--no-peers"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -25,3 +27,16 @@ def test_convert() -> None:
     for peak_mib, read, written in rows:
         assert int(peak_mib) < 256
         assert 1.0 <= float(read) < 4.0 and 1.0 <= float(written) < 1.2
+
+
+@pytest.mark.timeout(300)
+def test_refit() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "refit.py"), "--tiny"],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(\w+, \w+) +\d+ +[\d.]+x +[\d.]+x +([\d.]+) ", done.stdout, re.M)
+    names = [f"{model}, {transport}" for model in ("dense", "experts") for transport in ("gloo", "shared")]
+    assert rows == [(name, "1.000") for name in names]
+    assert "bytes moved over needed: 1.000" in done.stdout
