@@ -8,10 +8,10 @@ load, and ``OUT/<name>.<rank>.json``, where it stands and what went wrong, if an
 from __future__ import annotations
 
 import json
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from rank_processes import play_all
 
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 2,
@@ -154,21 +154,6 @@ def load(case: dict[str, Any], out: Path, rank: int) -> None:
     (out / f"{case['name']}.{rank}.json").write_text(json.dumps(report))
 
 
-def main() -> None:
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    store, cases, out = map(Path, sys.argv[3:6])
-    replace_cuda()
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    for case in json.loads(cases.read_text()):
-        load(case, out, rank)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    replace_cuda()
+    play_all(load)

@@ -13,12 +13,11 @@ the router's ``te_general_gemm`` is made None, because it is read whether it cou
 from __future__ import annotations
 
 import json
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_cpu import replace_cuda
+from rank_processes import play_all
 
 
 def transformer_config(hf: dict[str, Any], *, tp: int, pp: int, ep: int) -> Any:
@@ -203,21 +202,6 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
     (out / f"{case['name']}.{rank}.json").write_text(json.dumps(report))
 
 
-def main() -> None:
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    store, cases, out = map(Path, sys.argv[3:6])
-    replace_cuda()
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    for case in json.loads(cases.read_text()):
-        play(case, out, rank)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    replace_cuda()
+    play_all(play)

@@ -8,15 +8,12 @@ we say that it stores, and the output is that of transformers: every row means t
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rank_processes import run
 from safetensors.numpy import load_file, save_file
 
 from shardweave.dialects import hf, megatron
@@ -29,7 +26,7 @@ from shardweave.refit.values import landing
 
 pytestmark = [pytest.mark.peer("megatron.core"), pytest.mark.peer("transformers"), pytest.mark.timeout(300)]
 
-SCRIPT = str(Path(__file__).with_name("megatron_hybrid_cpu.py"))
+SCRIPT = Path(__file__).with_name("megatron_hybrid_cpu.py")
 # name: family, kind of block, layer, changes of the tiny config
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "delta, fused": ("qwen3_next", "delta", 0, {}),
@@ -120,29 +117,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {"name": f"{name} tp{tp}", "kind": kind, "tp": tp, "config": config(name),
                  "input": f"{name}.safetensors", "prefix": prefix}
             )  # fmt: skip
-    run(cases, at, world_size=2, limit_s=200)
+    run(SCRIPT, cases, at, world_size=2, limit_s=200)
     return at
-
-
-def run(cases: list[dict[str, Any]], folder: Path, *, world_size: int, limit_s: float) -> None:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = []
-    for rank in range(world_size):
-        log = (folder / f"rank{rank}.log").open("w")
-        args = [rank, world_size, folder / "store", folder / "cases.json", folder]
-        ranks.append(
-            subprocess.Popen([sys.executable, SCRIPT, *map(str, args)], env=env, stdout=log, stderr=log)
-        )
-    deadline = time.monotonic() + limit_s
-    try:
-        for rank, process in enumerate(ranks):
-            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-            assert code == 0, f"rank {rank}: {(folder / f'rank{rank}.log').read_text()[-4000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize("tp", [1, 2])

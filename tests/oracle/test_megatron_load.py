@@ -6,9 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from rank_processes import run
 from safetensors.numpy import load_file
 
 from shardweave.store import torch_dist, torch_save
 from shardweave.store.manifest import Manifest, TensorSpec
 from shardweave.store.torch_dist_write import allocate, finish
 
-SCRIPT = str(Path(__file__).with_name("megatron_cpu.py"))
+SCRIPT = Path(__file__).with_name("megatron_cpu.py")
 DATA = Path(__file__).parents[1] / "data"
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -101,28 +99,6 @@ def objects(kind: str) -> dict[str, bytes]:
     return {name: torch_save.stream([None]) for name in names}
 
 
-def run(cases: list[dict[str, Any]], folder: Path, *, world_size: int, limit_s: float) -> None:
-    """Run the cases on fresh processes of one thread each; fails with what the failing rank printed."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = []
-    for rank in range(world_size):
-        log = (folder / f"rank{rank}.log").open("w")
-        args = [rank, world_size, folder / "store", folder / "cases.json", folder]
-        ranks.append(
-            subprocess.Popen([sys.executable, SCRIPT, *map(str, args)], env=env, stdout=log, stderr=log)
-        )
-    deadline = time.monotonic() + limit_s
-    try:
-        for rank, process in enumerate(ranks):
-            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-            assert code == 0, f"rank {rank}: {(folder / f'rank{rank}.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("written")
@@ -166,7 +142,7 @@ def loaded(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         {**base, "name": "vocab 208", "checkpoint": str(written["gqa"]), "vocab": 208},
         {**base, "name": "vocab 176", "checkpoint": str(written["gqa"]), "vocab": 176},
     ]
-    run(cases, out, world_size=4, limit_s=240)
+    run(SCRIPT, cases, out, world_size=4, limit_s=240)
     return out
 
 

@@ -8,16 +8,13 @@ those of transformers, so that every row is seen to mean in Megatron what it mea
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rank_processes import run
 from safetensors.numpy import load_file, save_file
 
 from shardweave.convert import Geometry, convert, prepare
@@ -28,7 +25,7 @@ from shardweave.plan import empty, plan, simulate
 
 pytestmark = [pytest.mark.peer("megatron.core"), pytest.mark.timeout(420)]
 
-SCRIPT = str(Path(__file__).with_name("megatron_mla_cpu.py"))
+SCRIPT = Path(__file__).with_name("megatron_mla_cpu.py")
 
 # No two sizes that meet in one tensor are equal; rows are even because Megatron cuts them evenly.
 COMMON: dict[str, Any] = {
@@ -68,27 +65,6 @@ def weights_of(model: Model) -> dict[str, np.ndarray]:
     return found | {name: found[of] for name, of in model.copies.items()}
 
 
-def run(cases: list[dict[str, Any]], folder: Path, *, world_size: int, limit_s: float) -> None:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = []
-    for rank in range(world_size):
-        log = (folder / f"rank{rank}.log").open("w")
-        args = [rank, world_size, folder / "store", folder / "cases.json", folder]
-        ranks.append(
-            subprocess.Popen([sys.executable, SCRIPT, *map(str, args)], env=env, stdout=log, stderr=log)
-        )
-    deadline = time.monotonic() + limit_s
-    try:
-        for rank, process in enumerate(ranks):
-            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-            assert code == 0, f"rank {rank}: {(folder / f'rank{rank}.log').read_text()[-4000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sources, conversions, and what a world of four ranks made of them; importing Megatron costs most."""
@@ -109,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             case["save"] = str(at / f"{case['name']} saved")
         if case["name"] in ("further tp1", "plain tp2"):
             case["tokens"] = TOKENS
-    run(cases, at, world_size=4, limit_s=360)
+    run(SCRIPT, cases, at, world_size=4, limit_s=360)
     return at
 
 

@@ -7,17 +7,14 @@ knows the weights to be. Wrong descriptions of the same models are refused by na
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rank_processes import run
 from safetensors.numpy import load_file
 
 from shardweave.dialects import hf
@@ -29,7 +26,7 @@ from shardweave.refit.sources import from_module
 
 pytestmark = pytest.mark.timeout(240)
 
-SCRIPT = str(Path(__file__).with_name("source_ranks.py"))
+SCRIPT = Path(__file__).with_name("source_ranks.py")
 DATA = Path(__file__).parents[1] / "data"
 WORLD_SIZE = 4
 
@@ -62,32 +59,11 @@ FSDP2: dict[str, dict[str, Any]] = {
 }
 
 
-def run(cases: list[dict[str, Any]], folder: Path, *, limit_s: float = 200.0) -> None:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    ranks = []
-    for rank in range(WORLD_SIZE):
-        log = (folder / f"rank{rank}.log").open("w")
-        args = [rank, WORLD_SIZE, folder / "store", folder / "cases.json", folder]
-        ranks.append(
-            subprocess.Popen([sys.executable, SCRIPT, *map(str, args)], env=env, stdout=log, stderr=log)
-        )
-    deadline = time.monotonic() + limit_s
-    try:
-        for rank, process in enumerate(ranks):
-            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-            assert code == 0, f"rank {rank}: {(folder / f'rank{rank}.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
     run(
+        SCRIPT,
         [
             {
                 "name": name,
@@ -100,6 +76,8 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         + [{"name": "latent", "trainer": "latent", "config": LATENT, "tp": 2, "pp": 2}],
         folder,
+        world_size=WORLD_SIZE,
+        limit_s=200,
     )
     return folder
 
@@ -108,6 +86,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp2")
     run(
+        SCRIPT,
         [
             {
                 "name": name,
@@ -119,6 +98,8 @@ def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for name, case in FSDP2.items()
         ],
         folder,
+        world_size=WORLD_SIZE,
+        limit_s=200,
     )
     return folder
 
