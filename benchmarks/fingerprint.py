@@ -15,6 +15,7 @@ Last, what ``verify.sums`` takes for thousands of small copies, beyond what thei
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import sys
@@ -112,7 +113,7 @@ def small_copies(experts: int, *, rounds: int) -> tuple[int, float]:
     copies = [
         copy for copy in (*steps.local, *(c for each in steps.rounds for c in each)) if not copy.src_rank
     ]
-    run: Run = lambda: verify.sums(steps, arrays, side="src")  # noqa: E731
+    run = functools.partial(verify.sums, steps, arrays, side="src")
     run()
     seconds = 1 / rates({"sums": run}, 1, rounds=rounds, clock=time.process_time)["sums"] / 1e9
     return len(copies), seconds / len(copies) * 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NoReturn
@@ -98,7 +99,7 @@ def _narrowed(rule: BufferRule, wanted: Mapping[Tensor, Tensor], in_part: bool) 
         if i in (rule.stacked or ()):
             if not in_part:
                 _refuse(rule, f"it is stacked over {name!r}, of which {dim} is wanted")
-            dims[i] = _each(dims[i], lambda _, n, allowed=allowed: n in allowed)  # type: ignore[misc]
+            dims[i] = _each(dims[i], functools.partial(_only_members, allowed=allowed))
             continue
         places = [[at for at, (_, n) in enumerate(each) if n in allowed] for each in table_of(dims[i])]
         if name in printed:
@@ -107,30 +108,30 @@ def _narrowed(rule: BufferRule, wanted: Mapping[Tensor, Tensor], in_part: bool) 
         if not any(places):
             return None
     for i in rule.fused if gone else ():
-        dims[i] = _each(dims[i], lambda label, _: label not in gone)
+        dims[i] = _each(dims[i], functools.partial(_without, labels=gone))
     numbers = tuple((name, printed[name]) for name, _ in rule.numbers)
     return replace(rule, parts=parts, dims=tuple(dims), numbers=numbers)
 
 
 def _at(dim: Dim | Sharded, places: list[list[int]]) -> Dim | Sharded:
     """Some positions of each entry of a dim."""
-    entries = tuple(
-        Dim(Run("", each[at][1], 1) for at in here) for each, here in zip(table_of(dim), places, strict=True)
-    )
-    return Sharded(dim.axes, entries) if isinstance(dim, Sharded) else entries[0]
+    left = iter(places)
+    return _each(dim, lambda entry: Dim(Run("", entry[at][1], 1) for at in next(left)))
 
 
-def _each(dim: Dim | Sharded, stays: Callable[[str, int], bool]) -> Dim | Sharded:
-    """A dim with padding in place of what does not stay."""
+def _only_members(dim: Dim, *, allowed: set[int]) -> Dim:
+    """A stacked index dim with padding in place of members that are not allowed."""
+    return Dim(Run("", n, 1) if n in allowed and label is not PAD else Run(PAD, 0, 1) for label, n in dim)
 
-    def mapped(each: Dim) -> Dim:
-        return Dim(
-            Run(label, number, 1) if label is PAD or stays(label, number) else Run(PAD, 0, 1)
-            for label, number in each
-        )
 
-    entries = tuple(mapped(each) for each in table_of(dim))
-    return Sharded(dim.axes, entries) if isinstance(dim, Sharded) else entries[0]
+def _without(dim: Dim, *, labels: set[str]) -> Dim:
+    """A fused dim with padding in place of the runs of some tensors."""
+    return Dim(Run(PAD, 0, run.count) if run.label in labels else run for run in dim.runs)
+
+
+def _each(dim: Dim | Sharded, of: Callable[[Dim], Dim]) -> Dim | Sharded:
+    """A function of a dim at every coordinate."""
+    return Sharded(dim.axes, tuple(map(of, dim.dims))) if isinstance(dim, Sharded) else of(dim)
 
 
 def _refuse(rule: BufferRule, equation: str) -> NoReturn:

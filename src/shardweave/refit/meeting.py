@@ -12,6 +12,7 @@ to take part in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -240,7 +241,7 @@ class Meeting:
             if key.startswith(kept):
                 self._mine.append(key)
             else:
-                self._ask(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
+                self._ask(functools.partial(self._store.delete_key, key))
 
     # --- waiting ---
 
