@@ -7,7 +7,7 @@ from host or device memory, without the source taking part. Groups and stores ar
 
 from __future__ import annotations
 
-from shardweave.move.collective import CollectiveTransport, process_group
+from shardweave.move.collective import CollectiveTransport, named_error, process_group
 from shardweave.move.executor import MEMORY_BYTES, Report, Schedule, execute, replay, schedule
 from shardweave.move.memory import MemoryTransport
 from shardweave.move.nixl import NixlTransport
@@ -26,6 +26,7 @@ __all__ = [
     "SharedTransport",
     "Transport",
     "execute",
+    "named_error",
     "process_group",
     "replay",
     "schedule",

@@ -64,7 +64,7 @@ def process_group(
         options._timeout = timeout
         return dist.ProcessGroupNCCL(prefixed, at, size, options)
     except (RuntimeError, AttributeError) as error:
-        raise _named(error, f"rank {rank} of ranks {_short(ranks)}, {backend}", timeout_s) from error
+        raise named_error(error, f"rank {rank} of ranks {_short(ranks)}, {backend}", timeout_s) from error
 
 
 class CollectiveTransport:
@@ -133,7 +133,7 @@ class CollectiveTransport:
         try:
             self._exchange(messages)
         except RuntimeError as error:
-            named = _named(
+            named = named_error(
                 error, f"rank {self.rank} and rank {_short(self._waits_for or peers)}", self.timeout_s
             )
             self._broken = named.equation
@@ -200,7 +200,8 @@ class _Message:
             self.block.copy_(self.wire)
 
 
-def _named(error: Exception, where: str, timeout_s: float) -> TransportError:
+def named_error(error: Exception, where: str, timeout_s: float | None = None) -> TransportError:
+    """What a backend of torch raised, as an error of this package that names the timeout where it is known."""
     # The first line says it, behind where in torch's sources it was raised.
     line = re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])
     text = f"{type(error).__name__}: {line:.200}"
@@ -208,7 +209,7 @@ def _named(error: Exception, where: str, timeout_s: float) -> TransportError:
         return TransportTimeoutError(
             "every rank does its part of a round in time",
             where=where,
-            equation=f"timeout_s({timeout_s:g}): {text}",
+            equation=text if timeout_s is None else f"timeout_s({timeout_s:g}): {text}",
             hint="look at the log of that rank: it stalls or is gone; raise timeout_s if it is only slow",
         )
     return TransportError(
