@@ -13,8 +13,8 @@ divides, and none knows whether its input is "replicated".
 | ``all_reduce``: the sum over ranks | ``all_reduce`` |
 | ``exchange``: a part to each rank | ``exchange`` |
 
-On gloo, sums are taken in the order of the ranks, so that all ranks get the same bits, at every run, and all is
-made of messages between pairs, which is two to five times faster there than its rings. Devices use their own
+On gloo, sums are taken in the order of the ranks, so that all ranks get the same bits at every run, and all
+is made of messages between pairs, two to five times faster there than its rings. Devices use their own
 collectives.
 """
 

@@ -1,0 +1,147 @@
+"""What each rank of the runtime holds of a model: names are Hugging Face's, experts are stacked.
+
+Every element of a weight is on exactly the ranks that differ on axes which do not cut it, and on no other: no
+KV head is repeated to fill up ranks. Where heads do not divide, K and V are cut by rows, and their values
+rather than their weights go to the ranks that need them (``train/model.py``).
+
+| weights | cut over |
+|---|---|
+| Q, K, V, gate, up (rows), o, down (columns) | ``tp`` |
+| embedding and head (rows, padded to a multiple) | ``tp``, on the first and the last stage |
+| experts | ``ep`` by whole experts, ``etp`` by rows and columns |
+| norms, the router | nothing |
+| layers | ``pp`` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from shardweave.errors import GeometryError, ModelError
+from shardweave.layout import (
+    BufferRule,
+    Dim,
+    Layout,
+    Mesh,
+    Part,
+    Run,
+    Sharded,
+    Tensor,
+    along,
+    even,
+    pad,
+    replicated,
+    whole,
+)
+from shardweave.models import Block, Model
+
+_ROWS = ("q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "gate_bias", "up_bias")
+_COLUMNS = ("o", "down")
+_WHOLE = ("input_norm", "post_attention_norm", "q_norm", "k_norm", "norm", "o_bias", "down_bias", "router")
+_KINDS = ("embedding", "norms", "attention", "mlp", "moe", "final", "head")
+
+
+def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], dtype: str = "") -> Layout:
+    """The layout of the runtime's parameters.
+
+    Args:
+        model: The model.
+        mesh: With the axes ``tp``, ``pp`` and, for experts, ``ep`` and ``etp``; others replicate.
+        stages: The layer numbers of each stage, in any order.
+        dtype: The dtype of the parameters; that of the model by default.
+
+    Law: ``prove(train_layout(...))`` holds.
+
+    Raises:
+        GeometryError: A dim does not divide, or a layer is on no stage or on two.
+        ModelError: The model has blocks that the runtime does not compute.
+    """
+    held = sorted(layer for stage in stages for layer in stage)
+    if len(stages) != mesh.axis_size("pp") or held != list(range(model.num_layers)):
+        raise GeometryError(
+            "every layer is on one stage",
+            where=f"{len(stages)} stages on mesh {mesh}",
+            equation=f"layers({held}) != 0..{model.num_layers - 1}",
+            hint="give the layers of each stage, each layer once",
+        )
+    rules: list[BufferRule] = []
+    for block in model.blocks:
+        if block.kind not in _KINDS:
+            raise ModelError(
+                "the runtime computes every block of its models",
+                where=f"family {model.family!r}",
+                equation=f"kind({block.kind!r}) is not one of {', '.join(_KINDS)}",
+                hint="train llama, qwen3 or qwen3_moe; other families can be converted and refitted",
+            )
+        for role, tensor in block.tensors.items():
+            rules += _rules(block, role, tensor, mesh, stages, tied=model.tied)
+    if dtype:
+        rules = [_cast(rule, dtype) for rule in rules]
+    return Layout("train", mesh, tuple(rules))
+
+
+def _rules(
+    block: Block, role: str, tensor: Tensor, mesh: Mesh, stages: Sequence[Sequence[int]], *, tied: bool
+) -> Iterator[BufferRule]:
+    if role not in (*_ROWS, *_COLUMNS, *_WHOLE, "embed", "head"):
+        raise ModelError(
+            "the runtime computes with every tensor of its models",
+            where=f"tensor {tensor.name!r}",
+            equation=f"role({role!r}) of a block of kind {block.kind!r} is not known",
+            hint="train llama, qwen3 or qwen3_moe; other families can be converted and refitted",
+        )
+    in_expert = block.kind == "moe" and role != "router"
+    axis = "etp" if in_expert else "tp"
+
+    def cut(dim: int, padded: bool = False) -> Callable[[int], Dim]:
+        size, parts = tensor.shape[dim], mesh.axis_size(axis)
+        held = pad(whole(size), parts) if padded else whole(size)
+        if len(held) % parts:
+            raise GeometryError(
+                "every rank has an equal share of a weight",
+                where=f"tensor {tensor.name!r}, dim {dim}",
+                equation=f"size({size}) % {axis}({parts}) = {size % parts} != 0",
+                hint=f"choose a {axis} that divides {size}",
+            )
+        return lambda rank: even(held, parts, rank)
+
+    dims: list[Dim | Sharded] = list(tensor.dims)
+    num_index = len(tensor.index)
+    if role in _ROWS:
+        dims[num_index] = along(mesh, axis, cut(0))
+    elif role in _COLUMNS:
+        dims[num_index + 1] = along(mesh, axis, cut(1))
+    elif role in ("embed", "head"):
+        dims[0] = along(mesh, "tp", cut(0, padded=True))
+    parts = (Part(tensor),)
+    if not tensor.index:
+        last = mesh.axis_size("pp") - 1
+        stage = 0 if role == "embed" else last
+        rule = BufferRule(tensor.name, parts, tuple(dims), where=(("pp", (stage,)),))
+        yield rule
+        if role == "embed" and tied and last:
+            yield replicated(BufferRule(tensor.name, parts, tuple(dims), where=(("pp", (last,)),)))
+        return
+    layers = {number for _, number in tensor.dims[0]}
+    dims[0] = along(
+        mesh, "pp", lambda stage: Dim(Run("", layer, 1) for layer in sorted(layers & set(stages[stage])))
+    )
+    if not in_expert:
+        yield BufferRule(tensor.name, parts, tuple(dims))
+        return
+    num_experts, ep = len(tensor.dims[1]), mesh.axis_size("ep")
+    if num_experts % ep:
+        raise GeometryError(
+            "every rank has an equal number of experts",
+            where=f"tensor {tensor.name!r}",
+            equation=f"num_experts({num_experts}) % ep({ep}) = {num_experts % ep} != 0",
+            hint=f"choose an ep that divides {num_experts}",
+        )
+    dims[1] = along(mesh, "ep", lambda rank: even(tensor.dims[1], ep, rank))
+    yield BufferRule(tensor.name.replace(".{expert}", ""), parts, tuple(dims), stacked=(1, 2, 3))
+
+
+def _cast(rule: BufferRule, dtype: str) -> BufferRule:
+    return BufferRule(
+        rule.name, rule.parts, rule.dims, rule.stacked, rule.numbers, rule.where, dtype, rule.transform
+    )
