@@ -2,18 +2,20 @@
 
 Experts are cut two ways. Over ``ep`` each rank holds some experts, over ``etp`` each rank holds a part of the
 inner dim of these. The ranks of both are ranks whose tokens are all different, those of sequence parallelism
-included. A choice of a token therefore travels twice: to the rank in its own ``ep`` group that holds the
-expert, and from there to all ranks of the ``etp`` group, of which each computes a part of the sum.
+included. A token therefore travels twice: to the ranks in its own ``ep`` group that hold experts of its, and
+from there to all ranks of the ``etp`` group, of which each computes a part of the sum.
 
 | way there | way back |
 |---|---|
-| ``_Spread``: a row for each choice, by expert | ``_Combine``: the weighted sum for each token |
+| ``_Spread``: a row for each rank that a token goes to | ``_Join``: the sum for each token |
 | ``exchange`` over ``ep`` | ``exchange`` over ``ep`` |
 | ``_Collect``: the rows of all ``etp`` ranks | ``_Deliver``: the sum over ranks, each its own rows |
+| ``_Spread``: a row for each expert that a row goes to | ``_Weighted``: the weighted sum for each row |
 
-What stands in one line is the adjoint of each other, weights apart. How many rows go where is told once,
-before any row moves. Every rank takes part in every message, also where it has no tokens, and an expert
-without tokens has a gradient of zero. Rows are neither padded nor dropped, and all sums have a fixed order.
+What stands in one line is the adjoint of each other, weights apart. A token travels once to a rank, however
+many of its experts are there, with their numbers and weights, and one sum comes back. Every rank takes part
+in every message, also where it has no tokens, and an expert without tokens has a gradient of zero. Rows are
+neither padded nor dropped, and all sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -123,11 +125,10 @@ def moe(
         numbers = documents.numbers.reshape(-1)[real]
         aux_sum = balance_sum(choices, numbers, count=documents.count, group=documents.group)
 
-    counts = choices.per_expert()
-    y = _apply(tokens, choices, counts, weights, ep, etp)
+    y = _apply(tokens, choices, weights, ep, etp)
     if is_padded:
         y = torch.zeros_like(slots).index_copy(0, real, y)
-    return y.view(x.shape), Routing(aux_sum, z_sum(choices), counts)
+    return y.view(x.shape), Routing(aux_sum, z_sum(choices), choices.per_expert())
 
 
 def shared_expert(
@@ -187,55 +188,90 @@ def _check(
 # --- there and back -----------------------------------------------------------------------------
 
 
-def _apply(
-    tokens: Tensor, choices: Choices, counts: Tensor, weights: ExpertWeights, ep: Group, etp: Group
-) -> Tensor:
+def _apply(tokens: Tensor, choices: Choices, weights: ExpertWeights, ep: Group, etp: Group) -> Tensor:
     """The weighted sum of what its experts say of each token, ``(T, H)``."""
-    top_k = choices.experts.shape[1]
-    order = choices.experts.flatten().argsort(stable=True)
-    at = torch.empty_like(order)
-    at[order] = torch.arange(len(order), device=order.device)
-    token, row = order // top_k, at.view(-1, top_k)
+    top_k, local = choices.experts.shape[1], weights.gate.shape[0]
+    # What a row's experts here are, and their weights; a message of its own, for it has a dtype of its own.
+    said = torch.cat((choices.experts.to(choices.weights.dtype), choices.weights), 1)
+    if ep.size == 1:
+        sent = got = [len(tokens)]
+        rows = tokens
+    else:
+        ranks = _fan(_marks(choices.experts // local, ep.size))
+        sent, got = list(ranks.sizes), _tell(ranks.sizes, tokens, ep)
+        rows = exchange(_spread(tokens, ranks), sent, got, group=ep)
+        said = exchange(said.index_select(0, ranks.source), sent, got, group=ep)
+    if etp.size > 1:
+        mine = torch.tensor([len(rows)], device=rows.device)
+        held = torch.cat(gather_parts(mine, group=etp)).tolist()
+        rows, said = _collect(rows, held, group=etp), _collect(said, held, group=etp)
 
-    sent, table = _tell(counts, ep, etp)
-    got = [sum(of) for of in table[etp.rank]]
-    held = [sum(map(sum, part)) for part in table]
-    rows: Tensor = _Spread.apply(tokens, token, row)
-    rows = _collect(exchange(rows, sent, got, group=ep), held, group=etp)
-    rows = _by_expert(rows, table, weights)
-    rows = exchange(_deliver(rows, held, group=etp), got, sent, group=ep)
-    y: Tensor = _Combine.apply(rows, choices.weights.to(rows.dtype), token, row)
-    return y
+    experts = said.detach()[:, :top_k].long() - ep.rank * local
+    is_here = (experts >= 0) & (experts < local)
+    of_expert = _fan(_marks(experts.where(is_here, local), local + 1)[:, :local])
+    opened = _spread(rows, of_expert)
+    closed: Tensor = _Mlp.apply(opened, weights.gate, weights.up, weights.down, of_expert.sizes)
+    rows = _Weighted.apply(closed, said[:, top_k:].masked_select(is_here).to(closed.dtype), of_expert)
+
+    if etp.size > 1:
+        rows = _deliver(rows, held, group=etp)
+    if ep.size > 1:
+        rows = _Join.apply(exchange(rows, got, sent, group=ep), ranks)
+    return rows
 
 
-def _tell(counts: Tensor, ep: Group, etp: Group) -> tuple[list[int], list[list[list[int]]]]:
-    """How many rows go to each rank of ``ep``, and how many come here for each of the experts held here.
-
-    Returns:
-        The rows for each rank, and for each rank of ``etp``, each of ``ep`` and each expert the rows from it.
-    """
-    to = counts.view(ep.size, -1)
+def _tell(sizes: Sequence[int], like: Tensor, ep: Group) -> list[int]:
+    """How many rows come from each rank, where each says how many it has for each."""
+    to = torch.tensor(sizes, device=like.device)
     into = torch.empty_like(to)
-    send_parts(to.unbind(), into.unbind(), group=ep)
-    table: list[list[list[int]]] = torch.stack(gather_parts(into, group=etp)).tolist()
-    return to.sum(1).tolist(), table
+    send_parts(to.split(1), into.split(1), group=ep)
+    found: list[int] = into.tolist()
+    return found
 
 
-def _by_expert(rows: Tensor, table: list[list[list[int]]], weights: ExpertWeights) -> Tensor:
-    """What the experts held here say of rows that lie in order of senders, and of experts within each."""
-    senders = [of for part in table for of in part]
-    sizes = [sum(of) for of in zip(*senders, strict=True)]
-    if len(senders) == 1 or len(sizes) == 1:
-        found: Tensor = _Mlp.apply(rows, weights.gate, weights.up, weights.down, tuple(sizes))
-        return found
-    # A stretch for each pair of sender and expert is moved whole: no index a row.
-    stretches = rows.split([n for of in senders for n in of])
-    rows = torch.cat([stretches[i] for e in range(len(sizes)) for i in range(e, len(stretches), len(sizes))])
-    rows = _Mlp.apply(rows, weights.gate, weights.up, weights.down, tuple(sizes))
-    stretches = rows.split([of[e] for e in range(len(sizes)) for of in senders])
-    return torch.cat(
-        [stretches[i] for s in range(len(senders)) for i in range(s, len(stretches), len(senders))]
+@dataclass(frozen=True, slots=True)
+class _Fan:
+    """Sources and the rows that are made of them, seen from both sides.
+
+    One bijection as two lists, so that both directions gather and nothing is added into shared places.
+
+    Attributes:
+        source: The source of each row; rows are in order of targets, and of sources within each.
+        rows: The rows of each source, one source's after the other, in order of targets.
+        offsets: Where in ``rows`` those of each source begin.
+        sizes: How many rows each target has.
+    """
+
+    source: Tensor
+    rows: Tensor
+    offsets: Tensor
+    sizes: tuple[int, ...]
+
+
+def _marks(targets: Tensor, count: int) -> Tensor:
+    """Which targets each source names, ``(sources, count)``, of those that it names, ``(sources, k)``."""
+    return torch.zeros(len(targets), count, dtype=torch.bool, device=targets.device).scatter_(
+        1, targets, True
     )
+
+
+def _fan(marks: Tensor) -> _Fan:
+    """A row for each mark of a mask ``(sources, targets)``."""
+    counts, of_source = marks.sum(0), marks.sum(1)
+    before = counts.cumsum(0) - counts
+    places = marks.cumsum(0, dtype=torch.int32) + (before - 1)
+    return _Fan(
+        marks.T.nonzero()[:, 1],
+        places.masked_select(marks),
+        of_source.cumsum(0) - of_source,
+        tuple(counts.tolist()),
+    )
+
+
+def _spread(sources: Tensor, fan: _Fan) -> Tensor:
+    """The source of each row."""
+    found: Tensor = _Spread.apply(sources, fan)
+    return found
 
 
 def _collect(rows: Tensor, sizes: Sequence[int], *, group: Group) -> Tensor:
@@ -291,41 +327,58 @@ class _Deliver(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """A row for each choice of each token.
-
-    ``token`` is the token of each row, ``row`` the rows of each token: two views of one bijection, so that
-    both directions gather and nothing is added into shared places.
-    """
+    """The source of each row."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, tokens: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(row)
-        return tokens.index_select(0, token)
+    def forward(ctx: FunctionCtx, sources: Tensor, fan: _Fan) -> Tensor:
+        ctx.fan = fan  # type: ignore[attr-defined]
+        return sources.index_select(0, fan.source)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (row,) = ctx.saved_tensors
-        return functional.embedding_bag(row, grads[0].contiguous(), mode="sum"), None, None
+        return _joined(grads[0], ctx.fan), None
 
 
-class _Combine(torch.autograd.Function):
-    """For each token the weighted sum of its rows."""
+class _Join(torch.autograd.Function):
+    """The sum of the rows of each source."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, token, row)
-        return functional.embedding_bag(row, rows, per_sample_weights=weights, mode="sum")
+    def forward(ctx: FunctionCtx, rows: Tensor, fan: _Fan) -> Tensor:
+        ctx.fan = fan  # type: ignore[attr-defined]
+        return _joined(rows, fan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights, token, row = ctx.saved_tensors
-        grad_rows = grads[0].index_select(0, token)
-        grad_weights = torch.linalg.vecdot(rows, grad_rows)[row]
-        by_row = torch.empty(len(rows), dtype=weights.dtype, device=weights.device)
-        by_row[row.view(-1)] = weights.view(-1)
-        return grad_rows.mul_(by_row[:, None]), grad_weights, None, None
+        return grads[0].index_select(0, ctx.fan.source), None
+
+
+class _Weighted(torch.autograd.Function):
+    """The weighted sum of the rows of each source; weights are in the order of ``fan.rows``."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, weights: Tensor, fan: _Fan) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.fan = fan  # type: ignore[attr-defined]
+        return _joined(rows, fan, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights = ctx.saved_tensors
+        grad_rows = grads[0].index_select(0, ctx.fan.source)
+        grad_weights = torch.linalg.vecdot(rows, grad_rows).index_select(0, ctx.fan.rows)
+        by_row = torch.empty_like(weights)
+        by_row[ctx.fan.rows] = weights
+        return grad_rows.mul_(by_row[:, None]), grad_weights, None
+
+
+def _joined(rows: Tensor, fan: _Fan, weights: Tensor | None = None) -> Tensor:
+    """The sum of the rows of each source, in their order; 0 where it has none."""
+    return functional.embedding_bag(
+        fan.rows, rows.contiguous(), fan.offsets, per_sample_weights=weights, mode="sum"
+    )
 
 
 class _Mlp(torch.autograd.Function):
