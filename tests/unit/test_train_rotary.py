@@ -10,6 +10,7 @@ import torch
 
 from shardweave.errors import ModelError, PlanError
 from shardweave.train.rotary import Llama3, Rotary, Yarn, read_rotary, rotate
+from shardweave.train.sequence import SequenceLayout
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -136,3 +137,27 @@ def test_tables_of_another_part_are_refused() -> None:
     for x in (torch.zeros(5, 2, 8), torch.zeros(6, 2, 12), torch.zeros(6, 2, 8, dtype=torch.float64)):
         with pytest.raises(PlanError, match="an angle for each pair"):
             rotate(x, cos, sin)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("form", "lengths"), [("thd", (4, 4)), ("thd", (5, 9)), ("bshd", (7, 6))])
+def test_a_token_is_turned_alike_on_every_rank(form: str, lengths: tuple[int, ...], order: str) -> None:
+    """Fault 12: angles are those of the tokens that a rank has, not of its first ones."""
+    layout = SequenceLayout(lengths, form, 2, order=order)
+    rotary = Rotary(8)
+    whole = torch.randn(*layout.shape, 3, 8, dtype=torch.float64)
+    positions = torch.from_numpy(layout.positions)
+    wanted = rotate(whole, *rotary.tables(positions, dtype=torch.float64))
+
+    def turned(positions: list[torch.Tensor]) -> torch.Tensor:
+        """The batch from parts that are rotated on their own."""
+        parts = [
+            rotate(layout.local(whole, rank), *rotary.tables(positions[rank], dtype=torch.float64))
+            for rank in range(2)
+        ]
+        found: torch.Tensor = layout.join(parts)
+        return found
+
+    assert torch.equal(turned([layout.local(positions, rank) for rank in range(2)]), wanted)
+    counted = torch.arange(layout.local_shape()[-1]).expand(layout.local_shape())
+    assert not torch.allclose(turned([counted, counted]), wanted)
