@@ -14,8 +14,8 @@ divides, and none knows whether its input is "replicated".
 | ``exchange``: a part to each rank | ``exchange`` |
 
 On gloo, sums are taken in the order of the ranks, so that all ranks get the same bits at every run, and all
-is made of messages between pairs, two to five times faster there than its rings. Devices use their own
-collectives.
+is made of messages between pairs, two to five times faster there than its rings. Devices, and groups of very
+many ranks, use the collectives of their backend.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 1 << 16
 """Sums of at most this size are taken by every rank of all parts: one round of messages, not two."""
+
+_MOST_PAIRS = 16
+"""Ranks of a gloo group up to which a message to each of them is quicker than a ring."""
 
 
 # --- without derivatives ------------------------------------------------------------------------
@@ -80,7 +83,7 @@ def gather_parts(part: Tensor, *, group: Group) -> tuple[Tensor, ...]:
         return (part,)
     part = part.contiguous()
     into = torch.empty((group.size, *part.shape), dtype=part.dtype, device=part.device)
-    if _is_gloo(group):
+    if _by_pairs(group):
         send_parts([part] * group.size, into.unbind(), group=group)
     else:
         with _named(group):
@@ -98,7 +101,7 @@ def sum_parts(parts: Sequence[Tensor], *, group: Group) -> Tensor:
     if group.comm is None:
         return parts[0]
     stacked = torch.stack(list(parts))
-    if not _is_gloo(group):
+    if not _by_pairs(group):
         found = torch.empty_like(stacked[0])
         with _named(group):
             group.comm._reduce_scatter_base(found.view(-1), stacked.view(-1)).wait()
@@ -112,7 +115,7 @@ def sum_all(tensor: Tensor, *, group: Group) -> Tensor:
     """The sum over ranks, a new tensor of the same bits on each."""
     if group.comm is None:
         return tensor.clone()
-    if not _is_gloo(group):
+    if not _by_pairs(group):
         found = tensor.contiguous().clone()
         with _named(group):
             group.comm.allreduce([found]).wait()
@@ -248,6 +251,10 @@ def _exchange_rows(
 
 def _is_gloo(group: Group) -> bool:
     return bool(group.comm.name() == "gloo")
+
+
+def _by_pairs(group: Group) -> bool:
+    return group.size <= _MOST_PAIRS and _is_gloo(group)
 
 
 @contextmanager

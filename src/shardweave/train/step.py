@@ -1,0 +1,253 @@
+"""One step: microbatches forward and backward through the stages, and what all ranks agree on about it.
+
+The scale is one number for each term of the objective, known before the first backward: a term's weight
+over what counts in the whole step. Gradients are left in the weights, each rank's own part of the sum over
+the ranks that hold an element; ``train/gradients.py`` takes that sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shardweave.errors import PlanError
+from shardweave.train.batch import Microbatch
+from shardweave.train.collectives import gather_parts, sum_all
+from shardweave.train.decoder import View, embedded, through, tokens_of, view
+from shardweave.train.experts import Routing
+from shardweave.train.loss import Loss, Report, Term, count_targets, cross_entropy, report, term, total
+from shardweave.train.pipeline import Boundary, Output, run
+from shardweave.train.runtime import GRID, Runtime
+from shardweave.train.schedule import plan_pipeline
+
+MAIN, BALANCE, ROUTER_Z = "loss", "balance", "router_z"
+"""The terms of an objective."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is trained on.
+
+    Attributes:
+        loss: Of the tokens.
+        balance: The weight of how unevenly documents use experts: 1 where they use them evenly, a mean over
+            the tokens and the sparse layers. Megatron sums over layers; its coefficient is this one over
+            their number.
+        router_z: The weight of the router's z-loss, a mean likewise.
+        temperature: What logits are divided by.
+        entropy: Whether the loss is given entropies.
+    """
+
+    loss: Loss = cross_entropy
+    balance: float = 0.0
+    router_z: float = 0.0
+    temperature: float = 1.0
+    entropy: bool = False
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What came of a step, the same on every rank.
+
+    Attributes:
+        report: The loss and its terms, of all ranks and microbatches.
+        logprobs: For each microbatch of this data rank the log-probability of each token, given those before
+            it, 0 for the first of a document; where it was asked for.
+        per_expert: How many tokens of all ranks went to each expert, all sparse layers together.
+    """
+
+    report: Report
+    logprobs: tuple[Tensor, ...] | None = None
+    per_expert: tuple[int, ...] = field(default=())
+
+
+def forward_backward(
+    runtime: Runtime,
+    batches: Sequence[Microbatch],
+    objective: Objective | None = None,
+    *,
+    step: int = 0,
+) -> Stepped:
+    """Run microbatches forward and backward, and add their gradients to those of the weights.
+
+    Args:
+        runtime: The model.
+        batches: This data rank's microbatches; the same on all ranks of it, and equally many on all data
+            ranks.
+        objective: What is trained on.
+        step: The number of the step, for dropout.
+
+    Raises:
+        PlanError: Ranks have different batches, or a batch is not one of this model's degrees.
+    """
+    kind = "interleaved" if runtime.parallel.vp > 1 else "1f1b"
+    return _run(runtime, batches, objective or Objective(), kind=kind, step=step, keep=False)
+
+
+def evaluate(
+    runtime: Runtime,
+    batches: Sequence[Microbatch],
+    objective: Objective | None = None,
+    *,
+    keep_logprobs: bool = False,
+) -> Stepped:
+    """Run microbatches forward only.
+
+    Args:
+        runtime: The model; see ``evaluated`` for one that drops nothing.
+        batches: As of ``forward_backward``.
+        objective: What is reported.
+        keep_logprobs: Whether every rank gets the log-probabilities of its data rank's tokens.
+    """
+    with torch.no_grad():
+        return _run(runtime, batches, objective or Objective(), kind="forward", step=0, keep=keep_logprobs)
+
+
+def _run(
+    runtime: Runtime,
+    batches: Sequence[Microbatch],
+    objective: Objective,
+    *,
+    kind: str,
+    step: int,
+    keep: bool,
+) -> Stepped:
+    decoder = replace(runtime.decoder, balance=bool(objective.balance))
+    parallel, groups = runtime.parallel, runtime.groups
+    everybody, stage, pp = (groups.get(GRID, name) for name in ("all", "replicas", "pp"))
+    check_batches(runtime, batches)
+    views = [view(decoder, batch, dtype=runtime.dtype, step=step) for batch in batches]
+    sparse = sum(len(block.layers) for block in decoder.maths.model.of("moe"))
+    masks = {MAIN: [seen.own.mask for seen in views]}
+    if sparse:
+        masks |= {name: [seen.own.is_real for seen in views] for name in _weights(objective)}
+    counts = count_targets(masks, group=stage)
+    counts = {name: count * (1 if name == MAIN else sparse) for name, count in counts.items()}
+    said: list[Term] = []
+    routed: list[Routing] = []
+    found: dict[int, Tensor] = {}
+    first, last = pp.rank == 0, pp.rank == pp.size - 1
+
+    def forward(number: int, chunk: int, x: Tensor | None) -> Output:
+        """A microbatch through a chunk: the hidden state that goes on, and the objective that is due here."""
+        seen = views[number]
+        x = embedded(decoder, runtime.weights, seen) if first and chunk == 0 else x
+        assert x is not None
+        x, routings = through(decoder, runtime.weights, x, runtime.chunks[chunk], seen)
+        terms = _balance_terms(routings, seen, objective)
+        routed.extend(routings)
+        if not (last and chunk == parallel.vp - 1):
+            said.extend(_detached(terms))
+            return Output(x, total(terms, counts) if any(each.weight for each in terms) else None)
+        tokens = tokens_of(
+            decoder, runtime.weights, x, seen, temperature=objective.temperature, entropy=objective.entropy
+        )
+        if keep:
+            found[number] = tokens.logprobs.detach()
+        terms = [term(objective.loss, tokens, name=MAIN), *terms]
+        said.extend(_detached(terms))
+        return Output(loss=total(terms, counts))
+
+    def boundary(number: int) -> Boundary:
+        layout = batches[number].layout
+        shape = (*layout.local_shape(split_tp=True), decoder.maths.hidden_size)
+        return Boundary(shape, runtime.dtype, layout.digest)
+
+    plan = plan_pipeline(kind, stages=pp.size, virtual=parallel.vp, microbatches=len(batches))
+    run(plan, pp=pp, forward=forward, boundary=boundary)
+    values = report(said, counts, group=everybody)
+    per_expert = sum_all(_per_expert(routed, decoder.maths.num_experts), group=everybody)
+    kept = tuple(_whole(runtime, batch, found.get(i)) for i, batch in enumerate(batches)) if keep else None
+    return Stepped(values, kept, tuple(per_expert.tolist()))
+
+
+def check_batches(runtime: Runtime, batches: Sequence[Microbatch]) -> None:
+    """Refuse batches that are not of this model's degrees, or that ranks do not agree on; on every rank
+    alike.
+
+    Raises:
+        PlanError: As above.
+    """
+    parallel, everybody = runtime.parallel, runtime.groups.get(GRID, "all")
+    wrong = any((b.layout.cp, b.layout.tp) != (parallel.cp, parallel.tp) for b in batches)
+    told = torch.tensor([len(batches), wrong, *_content(batches)])
+    rows = torch.stack(gather_parts(told, group=everybody)).tolist()
+    if any(row[1] for row in rows):
+        bad = [everybody.ranks[i] for i, row in enumerate(rows) if row[1]]
+        raise PlanError(
+            "a microbatch is cut over the degrees of its model",
+            where=f"ranks {bad}",
+            equation=f"its SequenceLayout has other degrees than cp={parallel.cp}, tp={parallel.tp}",
+            hint="make it with microbatch(..., cp=parallel.cp, tp=parallel.tp)",
+        )
+    if len({row[0] for row in rows}) > 1:
+        raise PlanError(
+            "all data ranks have equally many microbatches",
+            equation=f"microbatches by rank: {[row[0] for row in rows]}",
+            hint="pad with empty microbatches: experts are shared by ranks of different data",
+        )
+    data = runtime.parallel.mesh.columns["dp"]
+    for dp in range(parallel.dp):
+        held = {tuple(rows[i][2:]): everybody.ranks[i] for i in range(len(rows)) if data[i] == dp}
+        if len(held) > 1:
+            a, b = sorted(held.values())[:2]
+            raise PlanError(
+                "the ranks of one data rank work on the same tokens",
+                where=f"data rank {dp}",
+                equation=f"tokens of rank {a} != tokens of rank {b}",
+                hint="load a batch by its data rank, mesh.coordinate(rank)['dp'], not by the global rank",
+            )
+
+
+def _content(batches: Sequence[Microbatch]) -> list[int]:
+    """Two numbers that differ where layouts, tokens or masks do."""
+    layouts = int("".join(batch.layout.digest for batch in batches) or "0", 16) % (1 << 61)
+    weights = [
+        int((batch.ids * torch.arange(1, len(batch.ids) + 1)).sum()) * 2 + int(batch.mask.sum())
+        for batch in batches
+    ]
+    return [layouts, sum(weight * (i + 1) for i, weight in enumerate(weights)) % (1 << 61)]
+
+
+def _balance_terms(routings: Sequence[Routing], seen: View, objective: Objective) -> list[Term]:
+    """What the sparse layers of a chunk add to the objective, as this rank's tokens have it."""
+    if not routings:
+        return []
+    count = seen.own.is_real.sum() * len(routings)
+    balance = torch.stack([routing.aux_sum for routing in routings]).sum()
+    z = torch.stack([routing.z_sum for routing in routings]).sum()
+    sums = {BALANCE: balance, ROUTER_Z: z}
+    return [Term(name, sums[name], count, weight) for name, weight in _weights(objective).items()]
+
+
+def _weights(objective: Objective) -> dict[str, float]:
+    """The terms of the router that have a weight; the others cost nothing and are not reported."""
+    weights = {BALANCE: objective.balance, ROUTER_Z: objective.router_z}
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def _detached(terms: Sequence[Term]) -> list[Term]:
+    return [Term(each.name, each.sum.detach(), each.count, each.weight) for each in terms]
+
+
+def _per_expert(routed: Sequence[Routing], num_experts: int) -> Tensor:
+    tokens = [routing.tokens for routing in routed]
+    return torch.stack(tokens).sum(0).cpu() if tokens else torch.zeros(num_experts, dtype=torch.int64)
+
+
+def _whole(runtime: Runtime, batch: Microbatch, own: Tensor | None) -> Tensor:
+    """The log-probabilities of a microbatch's tokens from the parts of its ranks; each of its target."""
+    layout, document = batch.layout, runtime.groups.get(GRID, "document")
+    shape = layout.local_shape(split_tp=True)
+    parts = gather_parts(torch.zeros(shape, dtype=runtime.dtype) if own is None else own, group=document)
+    real = layout.real(layout.join(parts, split_tp=True))
+    # Only the last stage has any; the others have zeros.
+    real = sum_all(real, group=runtime.groups.get(GRID, "pp"))
+    start, found = 0, torch.zeros_like(real)
+    for length in layout.lengths:
+        found[start + 1 : start + length] = real[start : start + max(length - 1, 0)]
+        start += length
+    return found
