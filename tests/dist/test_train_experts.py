@@ -16,7 +16,7 @@ from torch.distributed import FileStore
 
 from shardweave.errors import PlanError
 from shardweave.layout import Mesh
-from shardweave.train import experts, routing
+from shardweave.train import experts, routing, rows
 from shardweave.train.experts import ExpertWeights, moe, shared_expert
 from shardweave.train.grid import Group, connect, plan_groups
 from shardweave.train.routing import Documents, route
@@ -68,6 +68,7 @@ CASES = {
     "ep3": Case(((5, 9), (4,), (1, 2, 3)), ep=3),
     "ep2-edp2": Case(((5, 9), (3, 4, 6)), tp=2, ep=2),
     "etp2-edp2": Case(((5, 9), (3, 4, 6)), tp=2, etp=2, form="bshd"),
+    "ep3-etp2": Case(((5, 9), (4,), (1, 2, 3)), tp=2, ep=3, etp=2, norm_topk=False),
     "a rank without a slot": Case(((5, 9), (0,)), tp=2, ep=4),
     "a rank with padding only": Case(((1, 1),), tp=2, cp=2, ep=2, etp=2),
     "no tokens at all": Case(((0, 0), (0,)), tp=2, ep=2, etp=2),
@@ -345,8 +346,8 @@ def _gradients_times_ep(case: Case) -> Any:
     right = experts._Mlp.backward
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        rows, *of_weights, last = right(ctx, *grads)
-        return rows, *(case.ep * grad for grad in of_weights), last
+        of_rows, *of_weights, last = right(ctx, *grads)
+        return of_rows, *(case.ep * grad for grad in of_weights), last
 
     return patch.object(experts._Mlp, "backward", backward)
 
@@ -357,7 +358,7 @@ def _own_part_over_etp(case: Case) -> Any:
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0].split(list(ctx.sizes))[ctx.group.rank], None, None
 
-    return patch.object(experts._Collect, "backward", backward)
+    return patch.object(rows._Collect, "backward", backward)
 
 
 def _router_without_outputs(case: Case) -> Any:

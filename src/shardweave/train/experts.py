@@ -7,10 +7,10 @@ from there to all ranks of the ``etp`` group, of which each computes a part of t
 
 | way there | way back |
 |---|---|
-| ``_Spread``: a row for each rank that a token goes to | ``_Join``: the sum for each token |
+| ``spread``: a row for each rank that a token goes to | ``join``: the sum for each token |
 | ``exchange`` over ``ep`` | ``exchange`` over ``ep`` |
-| ``_Collect``: the rows of all ``etp`` ranks | ``_Deliver``: the sum over ranks, each its own rows |
-| ``_Spread``: a row for each expert that a row goes to | ``_Weighted``: the weighted sum for each row |
+| ``collect``: the rows of all ``etp`` ranks | ``deliver``: the sum over ranks, each its own rows |
+| ``spread``: a row for each expert that a row goes to | ``weighted``: the weighted sum for each row |
 
 What stands in one line is the adjoint of each other, weights apart. A token travels once to a rank, however
 many of its experts are there, with their numbers and weights, and one sum comes back. Every rank takes part
@@ -33,6 +33,7 @@ from shardweave.errors import PlanError
 from shardweave.train.collectives import exchange, gather, gather_parts, reduce_scatter, send_parts
 from shardweave.train.grid import Group
 from shardweave.train.routing import Choices, Documents, balance_sum, check_documents, route, z_sum
+from shardweave.train.rows import collect, deliver, join, make_fan, marks_of, spread, weighted
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,26 +198,26 @@ def _apply(tokens: Tensor, choices: Choices, weights: ExpertWeights, ep: Group, 
         sent = got = [len(tokens)]
         rows = tokens
     else:
-        ranks = _fan(_marks(choices.experts // local, ep.size))
+        ranks = make_fan(marks_of(choices.experts // local, ep.size))
         sent, got = list(ranks.sizes), _tell(ranks.sizes, tokens, ep)
-        rows = exchange(_spread(tokens, ranks), sent, got, group=ep)
+        rows = exchange(spread(tokens, ranks), sent, got, group=ep)
         said = exchange(said.index_select(0, ranks.source), sent, got, group=ep)
     if etp.size > 1:
         mine = torch.tensor([len(rows)], device=rows.device)
         held = torch.cat(gather_parts(mine, group=etp)).tolist()
-        rows, said = _collect(rows, held, group=etp), _collect(said, held, group=etp)
+        rows, said = collect(rows, held, group=etp), collect(said, held, group=etp)
 
     experts = said.detach()[:, :top_k].long() - ep.rank * local
     is_here = (experts >= 0) & (experts < local)
-    of_expert = _fan(_marks(experts.where(is_here, local), local + 1)[:, :local])
-    opened = _spread(rows, of_expert)
+    of_expert = make_fan(marks_of(experts.where(is_here, local), local + 1)[:, :local])
+    opened = spread(rows, of_expert)
     closed: Tensor = _Mlp.apply(opened, weights.gate, weights.up, weights.down, of_expert.sizes)
-    rows = _Weighted.apply(closed, said[:, top_k:].masked_select(is_here).to(closed.dtype), of_expert)
+    rows = weighted(closed, said[:, top_k:].masked_select(is_here).to(closed.dtype), of_expert)
 
     if etp.size > 1:
-        rows = _deliver(rows, held, group=etp)
+        rows = deliver(rows, held, group=etp)
     if ep.size > 1:
-        rows = _Join.apply(exchange(rows, got, sent, group=ep), ranks)
+        rows = join(exchange(rows, got, sent, group=ep), ranks)
     return rows
 
 
@@ -227,158 +228,6 @@ def _tell(sizes: Sequence[int], like: Tensor, ep: Group) -> list[int]:
     send_parts(to.split(1), into.split(1), group=ep)
     found: list[int] = into.tolist()
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Fan:
-    """Sources and the rows that are made of them, seen from both sides.
-
-    One bijection as two lists, so that both directions gather and nothing is added into shared places.
-
-    Attributes:
-        source: The source of each row; rows are in order of targets, and of sources within each.
-        rows: The rows of each source, one source's after the other, in order of targets.
-        offsets: Where in ``rows`` those of each source begin.
-        sizes: How many rows each target has.
-    """
-
-    source: Tensor
-    rows: Tensor
-    offsets: Tensor
-    sizes: tuple[int, ...]
-
-
-def _marks(targets: Tensor, count: int) -> Tensor:
-    """Which targets each source names, ``(sources, count)``, of those that it names, ``(sources, k)``."""
-    return torch.zeros(len(targets), count, dtype=torch.bool, device=targets.device).scatter_(
-        1, targets, True
-    )
-
-
-def _fan(marks: Tensor) -> _Fan:
-    """A row for each mark of a mask ``(sources, targets)``."""
-    counts, of_source = marks.sum(0), marks.sum(1)
-    before = counts.cumsum(0) - counts
-    places = marks.cumsum(0, dtype=torch.int32) + (before - 1)
-    return _Fan(
-        marks.T.nonzero()[:, 1],
-        places.masked_select(marks),
-        of_source.cumsum(0) - of_source,
-        tuple(counts.tolist()),
-    )
-
-
-def _spread(sources: Tensor, fan: _Fan) -> Tensor:
-    """The source of each row."""
-    found: Tensor = _Spread.apply(sources, fan)
-    return found
-
-
-def _collect(rows: Tensor, sizes: Sequence[int], *, group: Group) -> Tensor:
-    """The rows of all ranks, of which each may have another number, in the order of the group."""
-    found: Tensor = rows if group.comm is None else _Collect.apply(rows, tuple(sizes), group)
-    return found
-
-
-def _deliver(rows: Tensor, sizes: Sequence[int], *, group: Group) -> Tensor:
-    """The sum over ranks of rows for all of them, of which each gets its own."""
-    found: Tensor = rows if group.comm is None else _Deliver.apply(rows, tuple(sizes), group)
-    return found
-
-
-def _collected(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
-    into = rows.new_empty((sum(sizes), *rows.shape[1:]))
-    send_parts([rows.contiguous()] * group.size, into.split(list(sizes)), group=group)
-    return into
-
-
-def _delivered(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
-    into = rows.new_empty((group.size, sizes[group.rank], *rows.shape[1:]))
-    send_parts(rows.contiguous().split(list(sizes)), into.unbind(), group=group)
-    total = into[0]
-    for part in into[1:]:
-        total += part  # in the order of ranks: the same bits at every run
-    return total
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group  # type: ignore[attr-defined]
-        return _collected(rows, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _delivered(grads[0], ctx.sizes, ctx.group), None, None
-
-
-class _Deliver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group  # type: ignore[attr-defined]
-        return _delivered(rows, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _collected(grads[0], ctx.sizes, ctx.group), None, None
-
-
-# --- on one rank --------------------------------------------------------------------------------
-
-
-class _Spread(torch.autograd.Function):
-    """The source of each row."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, sources: Tensor, fan: _Fan) -> Tensor:
-        ctx.fan = fan  # type: ignore[attr-defined]
-        return sources.index_select(0, fan.source)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _joined(grads[0], ctx.fan), None
-
-
-class _Join(torch.autograd.Function):
-    """The sum of the rows of each source."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, fan: _Fan) -> Tensor:
-        ctx.fan = fan  # type: ignore[attr-defined]
-        return _joined(rows, fan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].index_select(0, ctx.fan.source), None
-
-
-class _Weighted(torch.autograd.Function):
-    """The weighted sum of the rows of each source; weights are in the order of ``fan.rows``."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, weights: Tensor, fan: _Fan) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.fan = fan  # type: ignore[attr-defined]
-        return _joined(rows, fan, weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights = ctx.saved_tensors
-        grad_rows = grads[0].index_select(0, ctx.fan.source)
-        grad_weights = torch.linalg.vecdot(rows, grad_rows).index_select(0, ctx.fan.rows)
-        by_row = torch.empty_like(weights)
-        by_row[ctx.fan.rows] = weights
-        return grad_rows.mul_(by_row[:, None]), grad_weights, None
-
-
-def _joined(rows: Tensor, fan: _Fan, weights: Tensor | None = None) -> Tensor:
-    """The sum of the rows of each source, in their order; 0 where it has none."""
-    return functional.embedding_bag(
-        fan.rows, rows.contiguous(), fan.offsets, per_sample_weights=weights, mode="sum"
-    )
 
 
 class _Mlp(torch.autograd.Function):
