@@ -25,8 +25,9 @@ from shardweave.errors import (
 )
 from shardweave.layout import Box, Layout, prove
 from shardweave.plan import empty, materialise
-from shardweave.store import native, native_elect, native_write
+from shardweave.store import native, native_agree, native_elect
 from shardweave.store.native import Wanted
+from shardweave.store.native_agree import entry_of
 from shardweave.store.native_elect import Entry, elect, prove_shares
 from shardweave.store.native_held import Held, held_of
 from shardweave.store.native_manifest import About
@@ -172,7 +173,7 @@ def test_loading_reads_what_is_wanted_and_little_more(
 
 
 def entries(layout: Layout) -> list[list[Entry]]:
-    return [[native_write._entry(one) for one in held(layout, rank)] for rank in layout.mesh.ranks]
+    return [[entry_of(one) for one in held(layout, rank)] for rank in layout.mesh.ranks]
 
 
 def names(ranks: int) -> dict[int, str]:
@@ -231,7 +232,7 @@ def test_two_writers_and_none_are_refused_before_a_byte(
         return (*real(said)[:-1], ())
 
     for mutant, kind in ((all_write, OverlapError), (last_is_left_out, GapError)):
-        monkeypatch.setattr(native_write, "elect", mutant)
+        monkeypatch.setattr(native_agree, "elect", mutant)
         run = tmp_path / kind.__name__
         with pytest.raises(kind, match=r"model/|optim/"):
             save(run, layout)
@@ -267,7 +268,7 @@ def test_a_rank_that_holds_other_rows_than_its_peers_say_is_refused(tmp_path: Pa
 
 
 def _agreed(ones: list[list[Held]]) -> Any:
-    said = [[native_write._entry(one) for one in mine] for mine in ones]
+    said = [[entry_of(one) for one in mine] for mine in ones]
     return said, elect(said)
 
 
@@ -316,7 +317,7 @@ def test_a_bug_of_one_rank_is_told_to_all(tmp_path: Path, monkeypatch: pytest.Mo
     def boom(held: Any) -> Any:
         raise ZeroDivisionError("by hand")
 
-    monkeypatch.setattr(native_write, "elect", boom)
+    monkeypatch.setattr(native_agree, "elect", boom)
     with pytest.raises(ShardweaveError, match="rank 0: ZeroDivisionError: by hand"):
         save(tmp_path, native_ranks.layout(tp=2))
 

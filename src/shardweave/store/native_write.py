@@ -22,81 +22,27 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardweave import errors
 from shardweave.errors import (
     ExistsError,
     FormatError,
     IndexMismatchError,
     MissingFileError,
     ShardweaveError,
-    WriteError,
 )
 from shardweave.store import native, native_manifest
 from shardweave.store.manifest import ITEMSIZE, Extent, StoredTensor, TensorSpec
 from shardweave.store.native import entry_key
-from shardweave.store.native_elect import Entry, Shares, elect, prove_shares, tensors_of
+from shardweave.store.native_agree import Agreed, Exchange, agree, alone, file_of, files_of, together
+from shardweave.store.native_elect import Entry, Shares, tensors_of
 from shardweave.store.native_held import Held
 from shardweave.store.native_manifest import About
 from shardweave.store.read import Array
 from shardweave.store.safetensors_header import read_header, render_header
 
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""Tells all ranks what each has to say, in the order of the ranks; each takes part in each round."""
-
 SAVING = ".saving-"
 """How the folder begins in which a checkpoint is written."""
 
 _METADATA = {"format": "shardweave"}
-
-
-def alone(data: bytes) -> list[bytes]:
-    """The exchange of a single rank."""
-    return [data]
-
-
-def together(exchange: Exchange, work: Callable[[], bytes]) -> list[bytes]:
-    """One round: what the work of every rank returns, or the error of one of them, on all ranks.
-
-    Raises:
-        ShardweaveError: The error of the first rank that had one, with its rank.
-    """
-    failed: BaseException | None = None
-    try:
-        said = b"+" + work()
-    except Exception as error:
-        failed = error
-        said = b"-" + _pack_error(error)
-    found = [bytes(data) for data in exchange(said)]
-    for rank, data in enumerate(found):
-        if not data.startswith(b"+"):
-            raise _unpack_error(data[1:], rank) from failed
-    return [data[1:] for data in found]
-
-
-def _pack_error(error: Exception) -> bytes:
-    if isinstance(error, OSError) and not isinstance(error, ShardweaveError):
-        error = WriteError(
-            "the target can be written",
-            where=str(error.filename or ""),
-            equation=error.strerror or str(error),
-            hint="make room or mend the rights, and save again; the checkpoint before is as it was",
-        )
-    if isinstance(error, ShardweaveError):
-        return msgspec.msgpack.encode(
-            (type(error).__name__, error.rule, error.where, error.equation, error.hint)
-        )
-    text = f"{type(error).__name__}: {error}"
-    return msgspec.msgpack.encode(
-        ("ShardweaveError", "every rank saves without an error", "", text, "see the log of that rank")
-    )
-
-
-def _unpack_error(data: bytes, rank: int) -> ShardweaveError:
-    name, rule, where, equation, hint = msgspec.msgpack.decode(data, type=tuple[str, str, str, str, str])
-    kind = getattr(errors, name, ShardweaveError)
-    where = f"rank {rank}, {where}" if where else f"rank {rank}"
-    found: ShardweaveError = kind(rule, where=where, equation=equation, hint=hint)
-    return found
 
 
 class Saver:
@@ -135,7 +81,7 @@ class Saver:
         self._exchange, self._words, self._fsync = exchange, words, fsync
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
-        self._last: tuple[list[bytes], list[list[Entry]], Shares] | None = None
+        self._last: Agreed | None = None
         self.written_bytes = 0
 
     def save(self, held: Iterable[Held], about: About, *, in_background: bool = False) -> Path:
@@ -159,7 +105,15 @@ class Saver:
         self.wait()
         folder = self.run / native.step_folder(about.step)
         try:
-            ones, entries, shares = self._agree(held, folder, about)
+
+            def first() -> None:
+                if self.rank == 0:
+                    native_manifest.encode({}, (), {}, about)  # what cannot be kept is refused first
+                    self._stage(folder)
+
+            agreed = agree(held, exchange=self._exchange, first=first, before=self._last)
+            ones, entries, shares = agreed.held, agreed.entries, agreed.shares
+            self._last = replace(agreed, held=[])  # what is held may be let go of
             mine = shares[self.rank]
             pieces = [ones[share.entry].part(share.offset, share.size) for share in mine]
             if in_background:
@@ -204,42 +158,6 @@ class Saver:
 
     # --- the rounds -----------------------------------------------------------------------------
 
-    def _agree(
-        self, held: Iterable[Held], folder: Path, about: About
-    ) -> tuple[list[Held], list[list[Entry]], Shares]:
-        """What this rank holds, and who writes what, proved; the folder to write into is there."""
-        ones: list[Held] = []
-        packed = b""
-
-        def say() -> bytes:
-            nonlocal packed
-            for one in held:
-                one.check()
-                ones.append(one)
-            packed = msgspec.msgpack.encode([_entry(one) for one in ones])
-            if self.rank == 0:
-                native_manifest.encode({}, (), {}, about)  # what cannot be kept is refused first
-                self._stage(folder)
-            return native.digest_of(np.frombuffer(packed, np.uint8))
-
-        digests = together(self._exchange, say)
-        if self._last is not None and self._last[0] == digests:
-            return ones, self._last[1], self._last[2]
-        found = together(self._exchange, lambda: packed)
-        decided: list[tuple[list[list[Entry]], Shares]] = []
-
-        def decide() -> bytes:
-            entries = [msgspec.msgpack.decode(data, type=list[Entry]) for data in found]
-            shares = elect(entries)
-            prove_shares(entries, shares, _files(shares))
-            decided.append((entries, shares))
-            return b""
-
-        # It is the same on all ranks, but one of them may be out of memory.
-        together(self._exchange, decide)
-        self._last = digests, *decided[0]
-        return ones, *decided[0]
-
     def _stage(self, folder: Path) -> None:
         """An empty folder beside the target; what earlier saves left half done is removed."""
         self.run.mkdir(parents=True, exist_ok=True)
@@ -268,7 +186,7 @@ class Saver:
         shares: Shares,
         about: About,
     ) -> None:
-        staging, name = _staging(folder), _name(self.rank)
+        staging, name = _staging(folder), file_of(self.rank)
         try:
             found = together(self._exchange, lambda: self._write(staging / name, specs, pieces))
 
@@ -318,7 +236,7 @@ class Saver:
         about: About,
     ) -> None:
         """The manifest, the rename, the pointer, and what is not kept any more."""
-        staging, files = _staging(folder), _files(shares)
+        staging, files = _staging(folder), files_of(shares)
         sizes: dict[str, int] = {}
         starts: dict[str, int] = {}
         known: dict[str, bytes] = {}
@@ -403,19 +321,6 @@ class Saver:
 
 def _staging(folder: Path) -> Path:
     return folder.with_name(SAVING + folder.name)
-
-
-def _name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def _files(shares: Shares) -> dict[int, str]:
-    """The file of each rank that writes something."""
-    return {rank: _name(rank) for rank, mine in enumerate(shares) if mine}
-
-
-def _entry(one: Held) -> Entry:
-    return Entry(one.key, one.dtype, one.shape, one.box.offset, one.box.shape)
 
 
 def _check_words(values: Array, tensor: StoredTensor, *, where: str) -> None:
