@@ -187,7 +187,9 @@ def _scaled(logits: Tensor, temperature: float, scratch: Tensor) -> Tensor:
     """Logits over the temperature in the dtype of the work; themselves where that is what they are."""
     if logits.dtype == scratch.dtype and temperature == 1:
         return logits
-    return scratch.copy_(logits) if temperature == 1 else torch.div(logits, temperature, out=scratch)
+    # Copied first: a division into a wider tensor is rounded to the dtype of the logits before.
+    wide = scratch.copy_(logits)
+    return wide if temperature == 1 else wide.div_(temperature)
 
 
 def _wide(logits: Tensor) -> torch.dtype:
@@ -202,7 +204,7 @@ def _own(values: Tensor, labels: Tensor, tp: Group) -> Tensor:
 
 def _chunks(flat: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
     """Rows to work on at a time, with room for three tensors of their shape, the same for all of them."""
-    if not columns:
+    if not columns or not len(flat):
         return
     most = _CPU_ELEMENTS if flat.device.type == "cpu" else _DEVICE_ELEMENTS
     rows = min(max(1, most // columns), len(flat))
