@@ -17,9 +17,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardweave.errors import GeometryError, MeshError, UnknownNameError
+from shardweave.errors import GeometryError, MeshError, TransportError, UnknownNameError
 from shardweave.layout import Mesh
 from shardweave.layout.layout import format_ranks
 
@@ -265,9 +265,36 @@ class Groups:
         return found
 
     def close(self) -> None:
-        """Let go of all communicators, each once."""
-        self._known.clear()
-        self._comms.clear()
+        """Let go of all communicators, each once. Whoever waits in one of them is freed, with an error.
+
+        Groups that were handed out refuse to send from here on. They may be held by graphs and frames that
+        live on; a communicator would live, and its peers wait, as long as any of them.
+        """
+        comms, self._comms = self._comms, {ranks: _Closed(ranks) for ranks in self._comms}
+        for group in self._known.values():
+            if group is not None and group.comm is not None:
+                object.__setattr__(group, "comm", self._comms[group.ranks])
+        while comms:
+            _, comm = comms.popitem()
+            if isinstance(comm, _Closed):
+                continue
+            if comm.name() == "nccl":
+                comm.abort()
+
+
+class _Closed:
+    """What a closed group has for a communicator."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TransportError(
+            "a group that was closed is not used again",
+            where=format_ranks(self._ranks, 4),
+            equation=f"{name}() after close()",
+            hint="a step failed on some rank, whose error says why; connect() makes new groups",
+        )
 
 
 def connect(
