@@ -30,8 +30,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
 from shardweave.errors import PlanError
-from shardweave.train.collectives import exchange, gather, gather_parts, reduce_scatter, send_parts
+from shardweave.train.collectives import exchange, gather_parts, send_parts
 from shardweave.train.grid import Group
+from shardweave.train.linear import columns, row, swiglu
 from shardweave.train.routing import Choices, Documents, balance_sum, check_documents, route, z_sum
 from shardweave.train.rows import collect, deliver, join, make_fan, marks_of, spread, weighted
 
@@ -148,10 +149,11 @@ def shared_expert(
 
     Returns:
         The outputs in the shape of ``x``; those of padding are whatever padding gives.
+
+    Raises:
+        PlanError: A shape does not fit, or the slots do not divide.
     """
-    whole = gather(x, -2, group=tp)
-    inner = functional.silu(whole @ gate.T) * (whole @ up.T)
-    y = reduce_scatter(inner @ down.T, -2, group=tp)
+    y = row(swiglu(*columns(x, (gate, up), tp=tp)), down, tp=tp)
     return y if scale is None else torch.sigmoid(x @ scale.T) * y
 
 
