@@ -71,7 +71,9 @@ class Cell:
 
 def plain(cell: Cell) -> Values:
     """Outputs and gradients of the real tokens; how they are cut, and by whom, makes no difference."""
-    return _plain(dataclasses.replace(cell, layout=SequenceLayout(cell.layout.lengths), method=""))
+    return _plain(
+        dataclasses.replace(cell, layout=SequenceLayout(cell.layout.lengths), method="", mutation="")
+    )
 
 
 @lru_cache
@@ -120,17 +122,16 @@ def part(cell: Cell, group: Group) -> Values:
     return {name: one.to(torch.float64).numpy() for name, one in zip(GRADS, found, strict=True)}
 
 
-def shared(folder: Path, cells: Sequence[Cell]) -> list[Values]:
+def shared(folder: Path, cells: Sequence[Cell], *, strict: bool = True) -> list[Values]:
     """The same of the real tokens, joined from all ranks; padding is looked at and left out."""
     size = cells[0].layout.cp
-    folder.mkdir(exist_ok=True)
     ends = workers.values(workers.run(share, range(size), folder=folder, size=size, cells=cells))
     found = []
     for number, cell in enumerate(cells):
         layout, values = cell.layout, {}
         for name in GRADS:
             whole = layout.join([ends[rank][number][name] for rank in range(size)])
-            assert not whole[~layout.is_real].any(), f"{name} of padding, {cell}"
+            assert not (strict and whole[~layout.is_real].any()), f"{name} of padding, {cell}"
             values[name] = layout.real(whole)
         found.append(values)
     return found
@@ -180,9 +181,9 @@ def test_a_long_window_in_tiles(tmp_path: Path) -> None:
         assert error(found, plain(cell)) < 1e-12, cell
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 6, 12])
-def test_key_heads(tmp_path: Path, kv_heads: int) -> None:
-    cells = [Cell(SequenceLayout((5, 9), "thd", 4), method, kv_heads) for method in METHODS]
+def test_key_heads(tmp_path: Path) -> None:
+    layout = SequenceLayout((5, 9), "thd", 4)
+    cells = [Cell(layout, method, kv_heads) for method in METHODS for kv_heads in (1, 2, 4, 6, 12)]
     for cell, found in zip(cells, shared(tmp_path, cells), strict=True):
         assert error(found, plain(cell)) < 1e-12, cell
 
@@ -230,16 +231,16 @@ NEVER = [
 
 def test_padding_never_matters(tmp_path: Path) -> None:
     others = [dataclasses.replace(cell, padding_seed=2) for cell in NEVER]
-    before, after = (shared(tmp_path / name, cells) for name, cells in (("a", NEVER), ("b", others)))
-    for cell, one, other in zip(NEVER, before, after, strict=True):
+    found = shared(tmp_path, NEVER + others)
+    for cell, one, other in zip(NEVER, found, found[len(NEVER) :], strict=False):
         assert all((one[name] == other[name]).all() for name in GRADS), cell
 
 
 def test_another_document_never_matters(tmp_path: Path) -> None:
     """Fault 9: a token of the first document changes, and the second has the same bits."""
     others = [dataclasses.replace(cell, changed=2) for cell in NEVER]
-    before, after = (shared(tmp_path / name, cells) for name, cells in (("a", NEVER), ("b", others)))
-    for cell, one, other in zip(NEVER, before, after, strict=True):
+    found = shared(tmp_path, NEVER + others)
+    for cell, one, other in zip(NEVER, found, found[len(NEVER) :], strict=False):
         for name in GRADS:
             assert (one[name][6:] == other[name][6:]).all(), cell
         assert (one["out"][:2] == other["out"][:2]).all() and (one["out"][2:6] != other["out"][2:6]).any()
@@ -320,33 +321,26 @@ MUTATIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 PACKED = SequenceLayout((16, 16), "thd", 2)
+FAULTS: list[tuple[str, Cell, tuple[str, ...]]] = [
+    ("no_documents", Cell(PACKED, "ring"), ()),
+    ("no_documents", Cell(PACKED, "gather"), ()),
+    ("no_window", Cell(PACKED, "ring", window=3), ()),
+    ("first_keys", Cell(PACKED, "ring"), ("out",)),
+    ("own_sums", Cell(PACKED, "ring"), ("out",)),
+    ("own_sums", Cell(PACKED, "gather"), ("out",)),
+    ("no_way_home", Cell(PACKED, "ring"), ("out", "dq")),
+    ("overflowing", Cell(SequenceLayout((16,), "thd", 2), "ring", dtype=torch.float32, loud=80), ()),
+]
+"""Each fault, a call that it spoils, and what is right all the same: most spare the loss."""
 
 
-@pytest.mark.parametrize(
-    ("mutation", "cell", "right"),
-    [
-        ("no_documents", Cell(PACKED, "ring"), ()),
-        ("no_documents", Cell(PACKED, "gather"), ()),
-        ("no_window", Cell(PACKED, "ring", window=3), ()),
-        ("first_keys", Cell(PACKED, "ring"), ("out",)),
-        ("own_sums", Cell(PACKED, "ring"), ("out",)),
-        ("own_sums", Cell(PACKED, "gather"), ("out",)),
-        ("no_way_home", Cell(PACKED, "ring"), ("out", "dq")),
-        ("overflowing", Cell(SequenceLayout((16,), "thd", 2), "ring", dtype=torch.float32, loud=80), ()),
-    ],
-)
-def test_faults_are_seen(tmp_path: Path, mutation: str, cell: Cell, right: tuple[str, ...]) -> None:
-    """Faults 9, 10 and 11: each comes back, and the comparison above sees it; a loss sees fewer of them."""
-    ends = workers.values(
-        workers.run(
-            share, range(2), folder=tmp_path, size=2, cells=[dataclasses.replace(cell, mutation=mutation)]
-        )
-    )
-    wanted = plain(cell)
-    for name in GRADS:
-        found = cell.layout.real(cell.layout.join([ends[rank][0][name] for rank in range(2)]))
-        off = np.abs(np.nan_to_num(found, nan=np.inf) - wanted[name]).max()
-        assert (off < 1e-12) == (name in right), (name, off)
+def test_faults_are_seen(tmp_path: Path) -> None:
+    """Faults 9, 10 and 11: each comes back, and the comparison above sees it."""
+    cells = [dataclasses.replace(cell, mutation=mutation) for mutation, cell, _ in FAULTS]
+    for cell, found, (_, _, right) in zip(cells, shared(tmp_path, cells, strict=False), FAULTS, strict=True):
+        wanted = plain(cell)
+        off = {name: np.abs(np.nan_to_num(found[name], nan=np.inf) - wanted[name]).max() for name in GRADS}
+        assert {name for name in GRADS if off[name] < 1e-12} == set(right), (cell, off)
 
 
 def test_many_blocks_are_merged_in_float32() -> None:
