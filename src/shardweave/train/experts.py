@@ -203,7 +203,7 @@ def _apply(tokens: Tensor, choices: Choices, weights: ExpertWeights, ep: Group, 
         ranks = make_fan(marks_of(choices.experts // local, ep.size))
         sent, got = list(ranks.sizes), _tell(ranks.sizes, tokens, ep)
         rows = exchange(spread(tokens, ranks), sent, got, group=ep)
-        said = exchange(said.index_select(0, ranks.source), sent, got, group=ep)
+        said = exchange(spread(said, ranks), sent, got, group=ep)
     if etp.size > 1:
         mine = torch.tensor([len(rows)], device=rows.device)
         held = torch.cat(gather_parts(mine, group=etp)).tolist()
@@ -235,8 +235,8 @@ def _tell(sizes: Sequence[int], like: Tensor, ep: Group) -> list[int]:
 class _Mlp(torch.autograd.Function):
     """``down(silu(gate(x)) * up(x))`` of each expert on its own stretch of rows.
 
-    One matmul each, written into place. Grouped kernels are not used: on the CPU they are this loop, and take
-    neither fp64 nor rows that are no multiple of 16 bytes.
+    One matmul each, written into place: torch's grouped kernel takes neither fp64 nor rows that are no
+    multiple of 16 bytes.
     """
 
     @staticmethod
