@@ -122,6 +122,37 @@ def check_method(
         )
 
 
+def wire_bytes(
+    method: str, layout: SequenceLayout, *, heads: int, kv_heads: int, dim: int, item_bytes: int
+) -> tuple[int, int]:
+    """What a rank sends for one attention, forward and backward.
+
+    Args:
+        method: One of ``METHODS``.
+        layout: The batch.
+        heads: Query heads of a rank.
+        kv_heads: Key and value heads of a rank.
+        dim: The size of a head.
+        item_bytes: Bytes of an element.
+
+    >>> batch = SequenceLayout((8192,), cp=4)
+    >>> for method in METHODS:
+    ...     print(method, wire_bytes(method, batch, heads=32, kv_heads=4, dim=128, item_bytes=2))
+    ring (12582912, 46137344)
+    gather (12582912, 12582912)
+    all_to_all (28311552, 28311552)
+    """
+    ranks, a_head = layout.cp, math.prod(layout.local_shape()) * dim * item_bytes
+    if ranks == 1:
+        return 0, 0
+    if method == "all_to_all":
+        both = 2 * (heads + math.lcm(kv_heads, ranks)) * a_head * (ranks - 1) // ranks
+        return both, both
+    keys = 2 * kv_heads * a_head
+    summed = keys * max(4, item_bytes) // item_bytes  # gradients that go round are sums, in float32 at least
+    return (ranks - 1) * keys, (ranks - 1) * keys + (ranks * summed if method == "ring" else 0)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
