@@ -125,6 +125,17 @@ class PlanError(ShardweaveError, ValueError):
     """Two layouts cannot be planned against each other: other tensors, shapes or worlds."""
 
 
+# --- train --------------------------------------------------------------------------------------
+
+
+class ConfigError(ShardweaveError, ValueError):
+    """A setting of a run is unknown, of another type, or does not fit the others or the model."""
+
+
+class NonFiniteError(ShardweaveError, ArithmeticError):
+    """The loss of a step is infinite or no number."""
+
+
 # --- move ---------------------------------------------------------------------------------------
 
 

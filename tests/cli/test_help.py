@@ -14,6 +14,8 @@ from typer.main import get_command
 
 import shardweave
 from shardweave.cli import app
+from shardweave.train.config import TrainConfig
+from shardweave.train.settings import settings
 
 COMMAND = get_command(app)
 GROUPS = {
@@ -33,7 +35,8 @@ FOREIGN = {
     "--enable-expert-parallel": "vLLM",
     "--engine": "examples/rl_loop.py",
 }
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?:\.[a-z_0-9]*[a-z0-9])?")
+"""With a dot it is a setting of a run."""
 
 
 def pinned(name: str) -> bool:
@@ -116,7 +119,9 @@ def texts() -> dict[str, str]:
 
 
 def test_every_flag_that_a_text_names_exists() -> None:
-    known = options() | set(FOREIGN)
+    known = options() | set(FOREIGN) | {f"--{setting.key}" for setting in settings(TrainConfig)}
+    # What a placeholder or a message begins with.
+    known |= {"--section.key"}
     unknown = {
         f"{where}: {flag}"
         for where, text in texts().items()

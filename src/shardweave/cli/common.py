@@ -31,6 +31,7 @@ _USAGE_ERRORS = (
     errors.ExistsError,
     errors.JournalError,
     errors.MissingPackageError,
+    errors.ConfigError,
 )
 """What another command line would heal; every other error is about the data."""
 
