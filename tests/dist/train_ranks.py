@@ -56,7 +56,7 @@ def full_weights(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Ten
             values = torch.randn(
                 tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
             )
-            spread = 0.2 if len(tensor.shape) == 1 else 0.35
+            spread = 0.2 if len(tensor.shape) == 1 else 0.25
             found[name] = (values * spread + (len(tensor.shape) == 1)).to(dtype)
     return found
 

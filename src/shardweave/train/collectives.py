@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardweave.errors import PlanError
+from shardweave.errors import PlanError, TransportError
 from shardweave.move import named_error
 from shardweave.train.grid import Group
 
@@ -262,6 +262,8 @@ def _named(group: Group) -> Iterator[None]:
     """Errors of a backend by name."""
     try:
         yield
+    except TransportError:
+        raise  # of a group that is closed, which says so itself
     except RuntimeError as error:
         where = f"rank {group.global_rank(group.rank)}, group {group.name} of {group.size} ranks"
         raise named_error(error, where) from error

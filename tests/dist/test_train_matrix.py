@@ -1,0 +1,33 @@
+"""The runtime equals one process at every layout: log-probabilities, loss, gradients and norm, two updates."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import train_matrix
+from train_cells import all_cells, pairwise
+
+CELLS = pairwise()
+BY_SIZE = {size: list(cells) for size, cells in itertools.groupby(CELLS, key=lambda cell: cell.world_size)}
+PARTS = [
+    pytest.param(cells[at : at + 4], id=f"{size} ranks, {at} to {at + len(cells[at : at + 4]) - 1}")
+    for size, cells in BY_SIZE.items()
+    for at in range(0, len(cells), 4)
+]
+
+
+def test_the_cells_have_every_pair_of_choices() -> None:
+    left = set().union(*(cell.pairs for cell in all_cells())) - set().union(*(cell.pairs for cell in CELLS))
+    assert not left
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("cells", PARTS)
+def test_a_layout_equals_one_process(cells: list) -> None:
+    found = list(train_matrix.run(cells, list(train_matrix.BOUNDS), within_s=200))
+    for errors in found:
+        print(errors)
+    for dtype, bound in train_matrix.BOUNDS.items():
+        worst = max((e for e in found if e.dtype == dtype), key=lambda e: e.worst[0])
+        assert worst.worst[0] <= bound, f"beyond {bound:g}: {worst}"
