@@ -46,8 +46,8 @@ def equations(
 
 def test_the_page_is_made_from_the_classes() -> None:
     head = (
-        "# Settings of a run\n\nMade from `src/shardweave/train/config.py`; [Training](train.md) is the guide. A "
-        "file has a section for each\nheading below, a command line `--section.key value`.\n\n"
+        "# Settings of a run\n\nMade of `src/shardweave/train/config.py`; [Training](train.md) is the guide. "
+        "A file has\na section for each heading below, a command line `--section.key value`.\n\n"
     )
     text = head + reference(TrainConfig)
     if os.environ.get("SHARDWEAVE_UPDATE_GOLDEN"):
