@@ -15,7 +15,15 @@ from torch.distributed import HashStore
 
 from shardweave.errors import MissingPackageError, TransportError, TransportTimeoutError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Sharded, Tensor, along, even, whole
-from shardweave.move import CollectiveTransport, NixlTransport, Rendezvous, SharedTransport, schedule
+from shardweave.move import (
+    CollectiveTransport,
+    Moved,
+    NixlTransport,
+    Rendezvous,
+    SharedTransport,
+    collective,
+    schedule,
+)
 from shardweave.plan import Plan, plan
 
 ONE, TWO = Mesh((("tp", 1),)), Mesh((("tp", 2),), offset=1)
@@ -87,6 +95,34 @@ def test_columns_are_packed_once_and_cost_their_own_bytes() -> None:
     assert [m.numel() for m in sender.messages] == [12 * 5 * 4] * 2
     assert end._staging.buffer is not None and end._staging.buffer.numel() == 2 * 12 * 5 * 4
     assert [m.data_ptr() for m in receiver.messages] == [target.data_ptr()], "a stretch at the destination"
+
+
+def test_small_blocks_of_a_pair_and_dtype_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 1 and 2 get half of the columns each: 120 bytes of a, b and c, 60 of half and 300 of large."""
+    monkeypatch.setattr(collective, "SMALL_BYTES", 300)
+    monkeypatch.setattr(collective, "PACK_BYTES", 250)
+    values = {name: torch.randn(6, 10) for name in ("a", "large", "b", "half", "c")}
+    values |= {"large": torch.randn(15, 10), "half": values["half"].bfloat16()}
+    parts = {n: Part(Tensor(n, tuple(v.shape), str(v.dtype).split(".")[1])) for n, v in values.items()}
+
+    def layout(mesh: Mesh) -> Layout:
+        columns = along(mesh, "tp", lambda r: even(whole(10), mesh.size, r))
+        rules = [BufferRule(n, (part,), (whole(len(values[n])), columns)) for n, part in parts.items()]
+        return Layout("columns", mesh, tuple(rules))
+
+    moves = plan(layout(ONE), layout(TWO))
+    target = {name: torch.full_like(value[:, :5].contiguous(), torch.nan) for name, value in values.items()}
+    wire: dict[int, list[torch.Tensor]] = {}
+    sender, receiver, moved = Backend(0, wire), Backend(1, wire), []
+    for backend, src, dst in ((sender, values, {}), (receiver, {}, target)):
+        end = CollectiveTransport(group=backend, ranks=(0, 1, 2))
+        (copies,) = schedule(moves, rank=end.rank).rounds
+        moved.append(end.run(moves, copies, src=src, dst=dst, endpoints={}))
+    assert all(torch.equal(target[name], value[:, :5]) for name, value in values.items())
+    # a and b, then large, which keeps its place, then half, then c, which the first has no room for.
+    assert [message.numel() for message in receiver.messages] == [240, 300, 60, 120]
+    assert receiver.messages[1].data_ptr() == target["large"].data_ptr()
+    assert moved == [Moved(sent=2 * 720), Moved(received=720)], "no gaps"
 
 
 @pytest.mark.parametrize(

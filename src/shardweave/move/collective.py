@@ -1,8 +1,10 @@
 """Point-to-point messages of ``torch.distributed``, over a process group that is passed in.
 
-Each block is one message, in the destination's dim order and the source's dtype. A side whose block
-is contiguous in that form takes part in place; the other packs or unpacks it once, in a buffer that
-is kept, while other blocks travel. The two decide independently, as nothing on the wire depends on it.
+A block of ``SMALL_BYTES`` or more is one message, in the destination's dim order and the source's dtype.
+A side whose block is contiguous in that form takes part in place; the other packs or unpacks it once, in
+a buffer that is kept, while other blocks travel. The two decide independently, as nothing on the wire
+depends on it. Smaller blocks of a pair and dtype share messages of up to ``PACK_BYTES``, one behind the
+other without gaps; which do follows from the copies of the round, that both sides have in one order.
 
 All messages of a round are posted before any is waited for, and every rank posts those of a pair in
 the same order, so no order of ranks can make a round wait for itself. Neither the default group nor
@@ -15,7 +17,7 @@ import re
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardweave.errors import TransportError, TransportTimeoutError
@@ -35,6 +37,12 @@ from shardweave.plan import Copy, Plan
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
+
+SMALL_BYTES = 1 << 17
+"""From here on, a message of its own costs less over gloo than a copy on each side."""
+
+PACK_BYTES = 1 << 20
+"""The most that small blocks share a message of; larger ones were no faster, and leave less to overlap."""
 
 
 def process_group(
@@ -118,17 +126,10 @@ class CollectiveTransport:
                 equation=f"it broke off with {self._broken}",
                 hint="make a new group of the ranks that are left",
             )
-        blocks = [self._block(plan, copy, src, dst) for copy in copies]
-        self._staging.begin(sum(aligned(size) for _, size, in_place in blocks if not in_place))
-        messages = []
-        sent = received = 0
-        for copy, (block, size, in_place) in zip(copies, blocks, strict=True):
-            wire = block if in_place else self._staging.take(block.shape, wire_dtype(plan, copy))
-            sends = copy.src_rank == self.rank
-            peer = copy.dst_rank if sends else copy.src_rank
-            messages.append(_Message(peer, sends, block, wire, in_place))
-            sent, received = sent + size * sends, received + size * (not sends)
-        # A block is packed just before it is sent and unpacked as soon as it is there, while others travel.
+        messages = self._messages(plan, copies, src, dst)
+        sent = sum(message.num_bytes for message in messages if message.sends)
+        received = sum(message.num_bytes for message in messages if not message.sends)
+        # Blocks are packed just before they are sent and unpacked once they are there, while others travel.
         peers: Sequence[int] = [message.peer for message in messages]
         try:
             self._exchange(messages)
@@ -147,12 +148,28 @@ class CollectiveTransport:
         self._staging.buffer = None
         self._backend, self._broken = None, "close()"
 
-    def _block(self, plan: Plan, copy: Copy, src: Arrays, dst: Arrays) -> tuple[torch.Tensor, int, bool]:
-        """This rank's side of a copy, the bytes on the wire, and whether it is a message as it is."""
-        dtype = wire_dtype(plan, copy)
-        block = source_block(copy, src) if copy.src_rank == self.rank else target_block(copy, dst)
-        in_place = block.is_contiguous() and block.dtype == dtype and block.device == self.device
-        return block, block.numel() * dtype.itemsize, in_place
+    def _messages(self, plan: Plan, copies: Sequence[Copy], src: Arrays, dst: Arrays) -> list[_Message]:
+        """This rank's side of the messages of a round, each in the place of its first block."""
+        messages: list[_Message] = []
+        shared: dict[tuple[int, int, torch.dtype], _Message] = {}
+        for copy in copies:
+            sends, dtype = copy.src_rank == self.rank, wire_dtype(plan, copy)
+            block = source_block(copy, src) if sends else target_block(copy, dst)
+            size = block.numel() * dtype.itemsize
+            pair = copy.src_rank, copy.dst_rank, dtype
+            message = shared.get(pair) if size < SMALL_BYTES else None
+            if message is None or message.num_bytes + size > PACK_BYTES:
+                message = _Message(copy.dst_rank if sends else copy.src_rank, sends, dtype)
+                messages.append(message)
+                if size < SMALL_BYTES:
+                    shared[pair] = message
+            message.blocks.append(block)
+            message.num_bytes += size
+        staged = [message for message in messages if not message.goes_in_place(self.device)]
+        self._staging.begin(sum(aligned(message.num_bytes) for message in staged))
+        for message in staged:
+            message.stage(self._staging)
+        return messages
 
     def _exchange(self, messages: Sequence[_Message]) -> None:
         """Post all messages, then wait for each; ``_waits_for`` names the peers of the one at hand."""
@@ -169,7 +186,7 @@ class CollectiveTransport:
             if message.sends and not together:
                 message.pack()
             post = backend.send if message.sends else backend.recv
-            works.append(post([as_bytes(message.wire)], self._at[message.peer], 0))
+            works.append(post([message.wire], self._at[message.peer], 0))
         if together:
             self._waits_for = [message.peer for message in messages]
             backend._end_coalescing().wait(milliseconds(deadline - time.monotonic()))
@@ -181,27 +198,52 @@ class CollectiveTransport:
         self._waits_for = []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Message:
-    """A block that is sent or received: as it lies, or by way of ``wire``."""
+    """Blocks that are sent or received together: one as it lies, or any by way of ``pieces`` of ``wire``."""
 
     peer: int
     sends: bool
-    block: torch.Tensor
-    wire: torch.Tensor
-    in_place: bool
+    dtype: torch.dtype
+    num_bytes: int = 0
+    blocks: list[torch.Tensor] = field(default_factory=list)
+    pieces: Sequence[torch.Tensor] = ()
+    _wire: torch.Tensor | None = None
+
+    def goes_in_place(self, device: torch.device) -> bool:
+        """Whether the only block is what travels."""
+        block = self.blocks[0]
+        return (
+            len(self.blocks) == 1
+            and block.is_contiguous()
+            and block.dtype == self.dtype
+            and block.device == device
+        )
+
+    def stage(self, staging: Staging) -> None:
+        """Take room for all blocks, one behind the other."""
+        self._wire = staging.take((self.num_bytes // self.dtype.itemsize,), self.dtype)
+        flat = self._wire.split([block.numel() for block in self.blocks])
+        self.pieces = [piece.view(block.shape) for piece, block in zip(flat, self.blocks, strict=True)]
+
+    @property
+    def wire(self) -> torch.Tensor:
+        """The bytes that travel."""
+        return as_bytes(self.blocks[0] if self._wire is None else self._wire)
 
     def pack(self) -> None:
-        if self.sends and not self.in_place:
-            self.wire.copy_(self.block)
+        if self.sends:
+            for piece, block in zip(self.pieces, self.blocks, strict=False):
+                piece.copy_(block)
 
     def unpack(self) -> None:
-        if not self.sends and not self.in_place:
-            self.block.copy_(self.wire)
+        if not self.sends:
+            for piece, block in zip(self.pieces, self.blocks, strict=False):
+                block.copy_(piece)
 
 
 def named_error(error: Exception, where: str, timeout_s: float | None = None) -> TransportError:
-    """What a backend of torch raised, as an error of this package that names the timeout where it is known."""
+    """What a backend of torch raised, as an error of this package; names the timeout where it is known."""
     # The first line says it, behind where in torch's sources it was raised.
     line = re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])
     text = f"{type(error).__name__}: {line:.200}"
