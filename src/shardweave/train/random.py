@@ -152,8 +152,11 @@ def _numpy(key: Key, index: Any, quantile: Quantile) -> Floats:
     if isinstance(index, range) and index.step == 1:
         _check_from_zero(min(index, default=0))
         return _box(key, (index.stop,), Box((index,)), quantile)
-    found: Floats = quantile(_at(key, np.asarray(index, dtype=np.int64)))
-    return found
+    return _drawn(key, np.asarray(index, dtype=np.int64), quantile)
+
+
+def _drawn(key: Key, index: Ints, quantile: Quantile) -> Floats:
+    return quantile(_at(key, index).reshape(-1)).reshape(index.shape)
 
 
 def _at(key: Key, index: Any) -> Any:
@@ -189,9 +192,11 @@ def _box(key: Key, shape: tuple[int, ...], box: Box, quantile: Quantile) -> Floa
     """
     if not box.dims or any(dim.step != 1 for dim in box.dims):
         flat = np.ravel_multi_index(np.ix_(*box.dims), shape) if box.dims else np.zeros((), np.int64)
-        return quantile(_at(key, np.asarray(flat, dtype=np.int64))).reshape(box.shape)
+        return _drawn(key, np.asarray(flat, dtype=np.int64), quantile)
+    if not box.numel:
+        return np.empty(box.shape)
     width = len(box.dims[-1])
-    found = np.empty((box.numel // width if width else 0, width))
+    found = np.empty((box.numel // width, width))
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     first: Ints = np.full((), box.dims[-1].start, dtype=np.int64)
     for dim, stride in zip(box.dims[:-1], strides, strict=False):
@@ -215,7 +220,7 @@ def _fill_rows(key: Key, found: Floats, rows: Ints, first: Ints, side: int, quan
     width = found.shape[1]
     per_row = -(-(width + side) // 2)
     wide = min(per_row, _CHUNK)
-    high = max(1, _CHUNK // max(wide, 1))
+    high = max(1, _CHUNK // wide)
     for top in range(0, len(rows), high):
         some = rows[top : top + high]
         for left in range(0, per_row, wide):
