@@ -133,7 +133,7 @@ class ConfigError(ShardweaveError, ValueError):
 
 
 class NonFiniteError(ShardweaveError, ArithmeticError):
-    """The loss of a step is infinite or no number."""
+    """The loss of a step, or the gradients of many, are infinite or no number."""
 
 
 # --- move ---------------------------------------------------------------------------------------

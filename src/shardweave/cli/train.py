@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -193,6 +194,8 @@ def _config(
         for error in wrong:
             print_finding(error)
     if config is None or wrong:
+        if not speaks:
+            time.sleep(3.0)  # who started the ranks ends all with the first, and one of them speaks
         raise typer.Exit(max(exit_code(error) for error in wrong))
     return config
 
@@ -225,8 +228,6 @@ def _in_rank(
     quiet: bool,
 ) -> None:
     """Be one rank. Of an error that all have, the first tells."""
-    import time
-
     from shardweave.train import launch
     from shardweave.train.worker import run_rank
 

@@ -213,10 +213,10 @@ def _rest(config: TrainConfig, evaluates: bool) -> Iterator[ConfigError]:
             "lower optimizer.min_lr",
         )
     end = of.decay_steps or steps
-    if of.schedule != "constant" and of.warmup_steps >= end:
+    if of.schedule != "constant" and of.warmup_steps > end:
         yield _wrong(
             "the learning rate rises before it comes down",
-            f"optimizer.warmup_steps({of.warmup_steps}) >= {end}",
+            f"optimizer.warmup_steps({of.warmup_steps}) > {end}",
             "shorten the warm-up, or use optimizer.schedule constant",
         )
     for name in ("beta1", "beta2"):

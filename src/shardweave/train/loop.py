@@ -23,6 +23,9 @@ from shardweave.train.config import TrainConfig
 from shardweave.train.data import Loader
 from shardweave.train.metrics import Log, Outcome
 
+MOST_SKIPPED = 8
+"""Steps in a row that may be skipped because some gradient is no number."""
+
 
 class Trainer(Protocol):
     """A model and its optimizer on one rank. Every method is called by all ranks, in the same order."""
@@ -92,7 +95,7 @@ def fit(
         asked: Whether this rank was asked to stop; all stop after the same step.
 
     Raises:
-        NonFiniteError: The loss of a step is no number. The checkpoint before it is the newest.
+        NonFiniteError: The loss of a step is no number, or the gradients of many.
         ExistsError: There is a checkpoint, and nothing is to be resumed.
         ConfigError: A checkpoint is of a run over other documents.
     """
@@ -139,6 +142,21 @@ def require_finite(loss: float, *, step: int) -> None:
         )
 
 
+def require_updates(skipped: int, *, step: int) -> None:
+    """Refuse to go on where one gradient after the other is no number: weights would never change again.
+
+    Raises:
+        NonFiniteError: As above.
+    """
+    if skipped >= MOST_SKIPPED:
+        raise NonFiniteError(
+            "the gradients of a run are numbers, but for a few steps",
+            where=f"step {step}",
+            equation=f"skipped({skipped} in a row) >= {MOST_SKIPPED}",
+            hint="lower optimizer.lr, and go on from a checkpoint before them",
+        )
+
+
 # --- a run --------------------------------------------------------------------------------------
 
 
@@ -149,6 +167,7 @@ class _Run:
         self.trainer, self.config, self.train, self.evaluation = trainer, config, train, evaluation
         self.folder = None if config.checkpoint.folder is None else Path(config.checkpoint.folder)
         self.done = self.begin = self.tokens = 0
+        self.skipped = 0
         self.loss: float | None = None
         self.evaluation_loss: float | None = None
         self.saved: Path | None = None
@@ -202,6 +221,8 @@ class _Run:
         self.tokens += tokens
         if log is not None:
             log.step(self.done, outcome, tokens=tokens)
+        self.skipped = self.skipped + 1 if outcome.skipped else 0
+        require_updates(self.skipped, step=self.done)
 
     def evaluate(self, log: Log | None) -> None:
         if self.evaluation is None:
