@@ -262,7 +262,7 @@ def read(
                 ConfigError(
                     "a setting has a value of its type",
                     where="the command line" if from_line else where,
-                    equation=f"{key}={value.value!r:.80} , wanted: {known[key].type}",
+                    equation=f"{key}={value.value!r:.80}, wanted: {known[key].type}",
                     hint=f"{key}: {known[key].meaning.rstrip('.')}",
                 )
             )
