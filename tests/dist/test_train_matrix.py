@@ -29,5 +29,5 @@ def test_a_layout_equals_one_process(cells: list) -> None:
     for errors in found:
         print(errors)
     for dtype, bound in train_matrix.BOUNDS.items():
-        worst = max((e for e in found if e.dtype == dtype), key=lambda e: e.worst[0])
+        worst = train_matrix.worst_of(found, dtype)
         assert worst.worst[0] <= bound, f"beyond {bound:g}: {worst}"

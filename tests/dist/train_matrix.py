@@ -44,8 +44,8 @@ from shardweave.train.runtime import Runtime
 from shardweave.train.step import Objective, evaluate, forward_backward
 
 BALANCE, ROUTER_Z, MAX_NORM = 0.02, 0.01, 0.5
-# An eps far above the rounding of a gradient: where one is as small as that, Adam divides rounding by rounding,
-# and two sums of the same numbers in another order take steps of different sign.
+# An eps far above the rounding of a gradient: where one is as small as that, Adam divides rounding by
+# rounding, and two sums of the same numbers in another order take steps of different sign.
 ADAM = AdamW(lr=0.02, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1)
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 
@@ -229,8 +229,8 @@ def compare(cell: Cell, dtype: str, told: dict[int, Told], true: Truth) -> Error
 def _relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[tuple[float, str]]:
     """The error of each parameter over its norm.
 
-    The experts of a layer are one parameter, as models hold them: the gradient of a lone expert with a handful of
-    tokens may be the small rest of large terms.
+    The experts of a layer are one parameter, as models hold them: the gradient of a lone expert with a
+    handful of tokens may be the small rest of large terms.
     """
     squares: dict[str, list[float]] = {}
     for name, true in wanted.items():
@@ -258,17 +258,61 @@ def run(cells: Sequence[Cell], dtypes: Sequence[str], *, within_s: float) -> Ite
         yield compare(cell, dtype, {rank: each[number] for rank, each in told.items()}, truth(cell))
 
 
+PAGE = """# The matrix
+
+What `python tests/dist/train_matrix.py {seed} PATH` printed: the runtime at layouts that together have
+every pair of choices of form, degrees, sharding of the optimizer, masks, lengths and method of attention,
+against one process. The model is a qwen3_moe with 2 KV heads, 8 experts and a dense layer among sparse
+ones; the reference is written row by row ([`plain_decoder.py`](../tests/shared/plain_decoder.py)), and
+the optimizer is torch's. Errors are relative: of log-probabilities to the largest, of gradients and
+weights (after two updates with clipping) to the norm of each parameter, and here the worst parameter of
+each cell.
+
+Masks: `one` has a single target in the whole step; `empty_rank` leaves a data rank without targets,
+`empty_microbatch` a microbatch without tokens. `tests/dist/test_train_matrix.py` asserts 1e-12 in fp64
+and 1e-5 in fp32.
+
+| layout and batch | log-probabilities | loss | gradients | norm | weights | gradients in fp32 |
+|---|---|---|---|---|---|---|
+{rows}
+
+{worst}
+"""
+
+
+def page(found: Sequence[Errors], seed: int) -> str:
+    """The errors as a page of the documentation."""
+    exact = [errors for errors in found if errors.dtype == "float64"]
+    short = {errors.cell: errors for errors in found if errors.dtype == "float32"}
+    kinds = ("logprobs", "loss", "grads", "norm", "weights")
+    rows = []
+    for errors in exact:
+        cells = [f"{errors.by_kind[kind][0]:.0e}" for kind in kinds]
+        cells.append(f"{short[errors.cell].by_kind['grads'][0]:.0e}")
+        rows.append(f"| {errors.cell} | {' | '.join(cells)} |")
+    worst = [f"- {worst_of(found, dtype)}" for dtype in BOUNDS]
+    return PAGE.format(seed=seed, rows="\n".join(rows), worst="The worst cells:\n\n" + "\n".join(worst))
+
+
+def worst_of(found: Sequence[Errors], dtype: str) -> Errors:
+    """The cell that is farthest from one process."""
+    return max((errors for errors in found if errors.dtype == dtype), key=lambda errors: errors.worst[0])
+
+
 def _main() -> None:
+    # What is sent to the ranks has to be found by the name of this module.
     import train_matrix
 
-    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    found = []
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    found: list[Errors] = []
     for _, cells in itertools.groupby(pairwise(seed), key=lambda cell: cell.world_size):
         for errors in train_matrix.run(list(cells), list(BOUNDS), within_s=600):
             print(errors, flush=True)
             found.append(errors)
     for dtype in BOUNDS:
-        print("worst:", max((e for e in found if e.dtype == dtype), key=lambda e: e.worst[0]))
+        print("worst:", worst_of(found, dtype))
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).write_text(page(found, seed))
 
 
 if __name__ == "__main__":

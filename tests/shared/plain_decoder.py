@@ -1,7 +1,7 @@
 """A decoder in one process, written row by row and document by document: the reference of the runtime.
 
-It knows nothing of the runtime: no layouts, no groups, whole weights by their Hugging Face names, one document
-at a time, every sum of the objective spelled out. `tests/oracle/test_train_transformers.py` compares it with
+It knows nothing of the runtime: no layouts, no groups, whole weights by their Hugging Face names, one
+document at a time, every sum of the objective spelled out. `tests/oracle/test_train_transformers.py` compares it with
 transformers.
 """
 
