@@ -31,16 +31,20 @@ from shardweave.store.native_manifest import About
 from shardweave.store.native_write import Saver
 from shardweave.train import export as export_module
 from shardweave.train.checkpoint import (
+    load_states,
     load_weights,
     over_group,
     saver,
+    states_of,
     through_store,
     weights_of,
     words_of,
 )
 from shardweave.train.export import save_weights
-from shardweave.train.grid import connect, plan_groups
+from shardweave.train.gradients import reduce_plan
+from shardweave.train.grid import Groups, connect, plan_groups
 from shardweave.train.layout import train_layout
+from shardweave.train.optimizer import AdamW, Optimizer, StateBox
 from shardweave.train.parallel import GROUPS, Parallel
 
 DATA = Path(__file__).parents[1] / "data"
@@ -54,6 +58,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "attention_bias": False, "max_position_embeddings": 64, "dtype": "bfloat16",
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
 }  # fmt: skip
+STATES = ("master", "exp_avg", "exp_avg_sq")
 DEGREES = {
     "one": Parallel(),
     "tp4": Parallel(tp=4, ep=2, etp=2),
@@ -252,6 +257,102 @@ def test_native_from_one_layout_to_all_others(saved: str, tmp_path: Path) -> Non
             arrays = empty_of(other, rank)
             load_weights(tmp_path, layout=other, rank=rank, arrays=arrays)
             compare(arrays, wanted[rank])
+
+
+def optimizer_of(layout: Layout, rank: int, *, sharded: bool, fill: float) -> Optimizer:
+    """An optimizer that makes no step, with all state prefilled; it needs no peers for that."""
+    arrays = {name: array.detach().fill_(1) for name, array in empty_of(layout, rank).items()}
+    groups = Groups(plan_groups({"model": layout.mesh}, {}), rank, {})
+    plan = reduce_plan(layout, rank, bucket_bytes=5000)
+    optimizer = Optimizer(arrays, plan=plan, groups=groups, settings=AdamW(), sharded=sharded)
+    for box in optimizer.states():
+        box.values.fill_(fill)
+    return optimizer
+
+
+def places(box: StateBox) -> tuple[slice, ...]:
+    return tuple(slice(r[0], r[-1] + 1) for r in box.box.dims)
+
+
+@pytest.mark.parametrize(("saved", "sharded"), [("tp2 pp2", True), ("cp3 dp2", True), ("tp2 dp3", False)])
+def test_optimizer_state_from_one_layout_to_all_others(saved: str, sharded: bool, tmp_path: Path) -> None:
+    """Moments and masters, filled and compared by their places in a rank's arrays, padding apart."""
+    model = from_config(CONFIG)
+    layout = layout_of(DEGREES[saved], model)
+    states = {name: truth(model, torch.float32, seed) for seed, name in enumerate(STATES)}
+    weights = wanted_of(layout, truth(model, torch.bfloat16))
+    of_rank = {name: wanted_of(layout, whole) for name, whole in states.items()}
+    size, store = layout.mesh.size, HashStore()
+
+    def save(rank: int) -> int:
+        optimizer = optimizer_of(layout, rank, sharded=sharded, fill=torch.nan)
+        for box in optimizer.states():
+            words_of(box.values)[...] = of_rank[box.state][rank][box.name][places(box)]
+        optimizer.count = 41
+        one = saver(
+            tmp_path,
+            rank=rank,
+            exchange=through_store(store, rank=rank, size=size, timeout_s=20),
+            fsync=False,
+        )
+        held = [*weights_of(layout, rank, tensors_of(weights[rank], "bfloat16")), *states_of(optimizer)]
+        one.save(held, About(step=41))
+        return one.written_bytes
+
+    written = each(size, save)
+    elements = sum(values.numel() for values in states["master"].values())
+    assert sum(written) == elements * (2 + 3 * 4) + 8, written
+    manifest = native.read(tmp_path)
+    for name, whole in states.items():
+        for key, values in whole.items():
+            with native.Reader(manifest) as reader:
+                assert reader.load(f"optim/{key}/{name}").tobytes() == words_of(values).tobytes()
+    for degrees, parallel in DEGREES.items():
+        other = layout_of(parallel, model)
+        wanted = {name: wanted_of(other, whole) for name, whole in states.items()}
+        nowhere = {n: torch.full(v.shape, torch.nan) for n, v in states["master"].items()}
+        # 0 where there is padding, NaN elsewhere.
+        real = wanted_of(other, nowhere)
+        for rank in other.mesh.ranks:
+            optimizer = optimizer_of(other, rank, sharded=degrees != "tp4", fill=torch.nan)
+            load_states(tmp_path, optimizer)
+            assert optimizer.count == 41
+            for box in optimizer.states():
+                kept = real[rank][box.name][places(box)] != 0
+                found = words_of(box.values)
+                assert np.array_equal(found[kept], wanted[box.state][rank][box.name][places(box)][kept])
+                assert box.values[torch.from_numpy(~kept)].isnan().all()
+
+
+def test_masters_and_weights_stand_in_for_each_other(tmp_path: Path) -> None:
+    """A run in bfloat16 goes on in float32 from its masters, one in float32 in bfloat16 with its weights."""
+    narrow, wide = from_config(CONFIG), from_config(CONFIG, dtype="float32")
+    full, states = truth(wide, torch.float32), {name: truth(wide, torch.float32, 9) for name in STATES}
+    states["master"] = full
+    for model, dtype in ((narrow, "bfloat16"), (wide, "float32")):
+        layout = layout_of(DEGREES["one"], model)
+        optimizer = optimizer_of(layout, 0, sharded=True, fill=torch.nan)
+        for box in optimizer.states():
+            words_of(box.values)[...] = wanted_of(layout, states[box.state])[0][box.name][places(box)]
+        values = {name: value.to(getattr(torch, dtype)) for name, value in full.items()}
+        arrays = tensors_of(wanted_of(layout, values)[0], dtype)
+        held = [*weights_of(layout, 0, arrays), *states_of(optimizer)]
+        saver(tmp_path / dtype, fsync=False).save(held, About())
+    assert "optim/model.norm.weight/master" not in native.read(tmp_path / "float32").tensors
+
+    layout = layout_of(DEGREES["tp2 pp2"], wide)
+    for rank in layout.mesh.ranks:
+        arrays = empty_of(layout, rank)
+        load_weights(tmp_path / "bfloat16", layout=layout, rank=rank, arrays=arrays)
+        compare(arrays, wanted_of(layout, full)[rank])
+    layout = layout_of(DEGREES["dp2 pp2"], narrow)
+    masters = wanted_of(layout, full)
+    for rank in layout.mesh.ranks:
+        optimizer = optimizer_of(layout, rank, sharded=True, fill=torch.nan)
+        load_states(tmp_path / "float32", optimizer)
+        for box in optimizer.states():
+            if box.state == "master":
+                assert np.array_equal(words_of(box.values), masters[rank][box.name][places(box)])
 
 
 # --- to Hugging Face ----------------------------------------------------------------------------
