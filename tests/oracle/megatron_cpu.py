@@ -52,6 +52,7 @@ def model_of(
     etp: int | None = None,
     vpp: int | None = None,
     tied: bool = False,
+    rotary_base: float = 10000.0,
 ) -> Any:
     """A GPTModel of the local spec on this rank, every parameter NaN; its chunks where ``vpp`` is given.
 
@@ -112,6 +113,7 @@ def model_of(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
+            rotary_base=rotary_base,
             vp_stage=stage,
         )
         for stage in ([None] if vpp is None else range(vpp))
