@@ -1,8 +1,8 @@
 """A decoder in one process, written row by row and document by document: the reference of the runtime.
 
 It knows nothing of the runtime: no layouts, no groups, whole weights by their Hugging Face names, one
-document at a time, every sum of the objective spelled out. `tests/oracle/test_train_transformers.py` compares it with
-transformers.
+document at a time, every sum of the objective spelled out. `tests/oracle/test_train_transformers.py` compares
+it with transformers.
 """
 
 from __future__ import annotations
@@ -75,23 +75,79 @@ def experts(
     return torch.stack(rows) if rows else x * 0, balance, logits.logsumexp(-1).square().sum()
 
 
+def layer(
+    x: Tensor, w: Mapping[str, Tensor], number: int, config: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The hidden state after a layer, and its sums of balance and z-loss; 0 of a dense one."""
+    here, eps = f"model.layers.{number}.", config["rms_norm_eps"]
+    balance, z = x.new_zeros(()), x.new_zeros(())
+    x = x + attended(norm(x, w[f"{here}input_layernorm.weight"], eps), w, f"{here}self_attn.", config)
+    h = norm(x, w[f"{here}post_attention_layernorm.weight"], eps)
+    if f"{here}mlp.gate.weight" in w:
+        y, balance, z = experts(h, w, f"{here}mlp.", config)
+    else:
+        y = mlp(h, *(w[f"{here}mlp.{n}_proj.weight"] for n in ("gate", "up", "down")))
+    return x + y, balance, z
+
+
+def hidden(ids: Tensor, w: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """What the output head reads of one document, and the sums of balance and z-loss."""
+    x = w["model.embed_tokens.weight"][ids]
+    balance, z = x.new_zeros(()), x.new_zeros(())
+    for number in range(config["num_hidden_layers"]):
+        x, more, more_z = layer(x, w, number, config)
+        balance, z = balance + more, z + more_z
+    return norm(x, w["model.norm.weight"], config["rms_norm_eps"]), balance, z
+
+
+def scored(h: Tensor, targets: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    """The log-probability of a target for each row that the output head reads."""
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    return (h @ head.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def further(
+    ids: Tensor, h: Tensor, w: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each head for a further token: log-probabilities, and its sums of balance and z-loss.
+
+    Head k has a row for each token t whose document has a token t + k + 1, which is what it predicts from
+    the embedding of token t + k and from what head k - 1 had for t; there are no other rows.
+    """
+    found, last, eps = [], config["num_hidden_layers"], config["rms_norm_eps"]
+    embedding = w["model.embed_tokens.weight"]
+    for k in range(1, heads_of(w, config) + 1):
+        here, rows = f"model.layers.{last + k - 1}.", max(len(ids) - k - 1, 0)
+        if not rows:
+            found.append((h.new_zeros(0), h.new_zeros(()), h.new_zeros(())))
+            continue
+        x = torch.stack(
+            [
+                w[f"{here}eh_proj.weight"]
+                @ torch.cat(
+                    (
+                        norm(embedding[ids[t + k]], w[f"{here}enorm.weight"], eps),
+                        norm(h[t], w[f"{here}hnorm.weight"], eps),
+                    )
+                )
+                for t in range(rows)
+            ]
+        )
+        x, balance, z = layer(x, w, last + k - 1, config)
+        h = norm(x, w[f"{here}shared_head.norm.weight"], eps)
+        found.append((scored(h, ids[k + 1 :], w), balance, z))
+    return found
+
+
+def heads_of(w: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+    """The number of heads for further tokens that there are weights of."""
+    return sum(name.endswith("eh_proj.weight") for name in w)
+
+
 def forward(ids: Tensor, w: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probability of each token but the first, and the sums of balance and z-loss of one document."""
-    x, eps = w["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
-    balance, z = x.new_zeros(()), x.new_zeros(())
-    for layer in range(config["num_hidden_layers"]):
-        here = f"model.layers.{layer}."
-        x = x + attended(norm(x, w[f"{here}input_layernorm.weight"], eps), w, f"{here}self_attn.", config)
-        h = norm(x, w[f"{here}post_attention_layernorm.weight"], eps)
-        if f"{here}mlp.gate.weight" in w:
-            y, more, more_z = experts(h, w, f"{here}mlp.", config)
-            balance, z = balance + more, z + more_z
-        else:
-            y = mlp(h, *(w[f"{here}mlp.{n}_proj.weight"] for n in ("gate", "up", "down")))
-        x = x + y
-    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    logprobs = (norm(x, w["model.norm.weight"], eps) @ head.T).log_softmax(-1)
-    return logprobs[:-1].gather(1, ids[1:, None])[:, 0], balance, z
+    h, balance, z = hidden(ids, w, config)
+    return scored(h[:-1], ids[1:], w), balance, z
 
 
 def objective(
@@ -102,22 +158,39 @@ def objective(
     *,
     balance_weight: float = 0.0,
     z_weight: float = 0.0,
+    mtp_weight: float = 0.0,
+    means: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss of a whole step and the log-probabilities of each document."""
+    """The loss of a whole step and the log-probabilities of each document.
+
+    With ``mtp_weight`` the heads for further tokens share it; ``means`` is given the loss of each.
+    """
     total, balance, z, logprobs = (w["model.norm.weight"].new_zeros(()) for _ in range(4))
-    found = []
+    depth = heads_of(w, config) if mtp_weight else 0
+    ahead, counts = [total] * depth, [0] * depth
+    sparse = [f"model.layers.{n}.mlp.gate.weight" in w for n in range(config["num_hidden_layers"] + depth)]
+    of_layers, of_heads = sparse[: config["num_hidden_layers"]], sparse[config["num_hidden_layers"] :]
+    found, routed = [], 0
     for ids, mask in zip(documents, masks, strict=True):
         if not len(ids):
             found.append(logprobs.new_zeros(0))
             continue
-        each, more, more_z = forward(ids, w, config)
+        h, more, more_z = hidden(ids, w, config)
+        each = scored(h[:-1], ids[1:], w)
         found.append(torch.cat((each.new_zeros(1), each)))
         total = total - (each * mask[1:]).sum()
         balance, z = balance + more, z + more_z
-    count = sum(int(mask[1:].sum()) for mask in masks)
-    sparse = sum(name.endswith("mlp.gate.weight") for name in w)
-    routed = sum(len(ids) for ids in documents) * sparse
-    loss = total / max(count, 1)
+        routed += len(ids) * sum(of_layers)
+        for k, (each, more, more_z) in enumerate(further(ids, h, w, config)[:depth], 1):
+            ahead[k - 1] = ahead[k - 1] - (each * mask[k + 1 :]).sum()
+            counts[k - 1] += int(mask[k + 1 :].sum())
+            balance, z = balance + more, z + more_z
+            routed += len(each) * of_heads[k - 1]
+    loss = total / max(sum(int(mask[1:].sum()) for mask in masks), 1)
     if routed:
         loss = loss + balance_weight * balance / routed + z_weight * z / routed
+    for summed, count in zip(ahead, counts, strict=True):
+        loss = loss + mtp_weight / depth * summed / max(count, 1)
+        if means is not None:
+            means.append(summed / max(count, 1))
     return loss, found
