@@ -19,6 +19,7 @@ _MAGIC = b"shardweave.checkpoint/1\n"
 _FAMILY = b"shardweave.checkpoint/"
 _DIGEST_BYTES = 16
 _MOST_DIMS = 64
+_MOST_DEPTH = 64
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MOST_DIMS)]
@@ -124,10 +125,12 @@ def encode(
     return _MAGIC + hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() + data
 
 
-def _require_plain(value: Any, where: str) -> None:
+def _require_plain(value: Any, where: str, depth: int = 0) -> None:
     """Numbers, text, lists and dicts by text: what comes back as it was."""
     if value is None or isinstance(value, (bool, float, str)):
         return
+    if depth > _MOST_DEPTH:
+        _refuse_value(where[:200], f"values within values, more than {_MOST_DEPTH} deep")
     if isinstance(value, int):
         if -(1 << 63) <= value < 1 << 64:
             return
@@ -136,11 +139,11 @@ def _require_plain(value: Any, where: str) -> None:
         for key, inner in value.items():
             if not isinstance(key, str):
                 _refuse_value(f"{where}: key {key!r:.80}", type(key).__name__)
-            _require_plain(inner, f"{where}.{key}")
+            _require_plain(inner, f"{where}.{key}", depth + 1)
         return
     elif isinstance(value, (list, tuple)):
         for i, inner in enumerate(value):
-            _require_plain(inner, f"{where}[{i}]")
+            _require_plain(inner, f"{where}[{i}]", depth + 1)
         return
     else:
         what = type(value).__name__
