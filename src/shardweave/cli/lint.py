@@ -1,0 +1,19 @@
+"""``shardweave lint``: checks of anybody's code, a module for each."""
+
+from __future__ import annotations
+
+import typer
+
+from shardweave.cli.common import App
+
+__all__ = ["lint"]
+
+lint = typer.Typer(
+    name="lint",
+    cls=App,
+    help="Check anybody's code for global process groups, and compare its test runs.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Verbs hang themselves in here: lint.command(cls=Verb)(groups).
