@@ -116,7 +116,7 @@ def further(
     """
     found, last, eps = [], config["num_hidden_layers"], config["rms_norm_eps"]
     embedding = w["model.embed_tokens.weight"]
-    for k in range(1, heads_of(w, config) + 1):
+    for k in range(1, heads_of(w) + 1):
         here, rows = f"model.layers.{last + k - 1}.", max(len(ids) - k - 1, 0)
         if not rows:
             found.append((h.new_zeros(0), h.new_zeros(()), h.new_zeros(())))
@@ -139,7 +139,7 @@ def further(
     return found
 
 
-def heads_of(w: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+def heads_of(w: Mapping[str, Tensor]) -> int:
     """The number of heads for further tokens that there are weights of."""
     return sum(name.endswith("eh_proj.weight") for name in w)
 
@@ -166,7 +166,7 @@ def objective(
     With ``mtp_weight`` the heads for further tokens share it; ``means`` is given the loss of each.
     """
     total, balance, z, logprobs = (w["model.norm.weight"].new_zeros(()) for _ in range(4))
-    depth = heads_of(w, config) if mtp_weight else 0
+    depth = heads_of(w) if mtp_weight else 0
     ahead, counts = [total] * depth, [0] * depth
     sparse = [f"model.layers.{n}.mlp.gate.weight" in w for n in range(config["num_hidden_layers"] + depth)]
     of_layers, of_heads = sparse[: config["num_hidden_layers"]], sparse[config["num_hidden_layers"] :]
@@ -181,7 +181,7 @@ def objective(
         total = total - (each * mask[1:]).sum()
         balance, z = balance + more, z + more_z
         routed += len(ids) * sum(of_layers)
-        for k, (each, more, more_z) in enumerate(further(ids, h, w, config)[:depth], 1):
+        for k, (each, more, more_z) in enumerate(further(ids, h, w, config) if depth else (), 1):
             ahead[k - 1] = ahead[k - 1] - (each * mask[k + 1 :]).sum()
             counts[k - 1] += int(mask[k + 1 :].sum())
             balance, z = balance + more, z + more_z

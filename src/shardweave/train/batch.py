@@ -64,11 +64,11 @@ class Local:
     Attributes:
         layout: The layout of the whole.
         cp_rank: The rank on the context axis.
-        ids: Token ids, 0 on padding.
+        ids: Token ids, 0 on padding; of a look ahead those of the token that is looked at, 0 past the end.
         labels: The next token of the document, ``IGNORE`` at its end and on padding.
         mask: Whether the label counts.
         positions: The position in the document.
-        is_real: Whether the slot is a token.
+        is_real: Whether the slot is a token; of a look ahead, one that has a label.
         slots: The number of the slot in the whole batch.
         documents: The place of the slot's document in the microbatch.
         extras: Further values of the label.
@@ -86,18 +86,20 @@ class Local:
     extras: Mapping[str, Tensor]
 
 
-def local(batch: Microbatch, cp_rank: int, tp_rank: int | None = None) -> Local:
+def local(batch: Microbatch, cp_rank: int, tp_rank: int | None = None, *, ahead: int = 0) -> Local:
     """A rank's part of a microbatch.
 
     Args:
         batch: The whole.
         cp_rank: The rank on the context axis.
         tp_rank: The rank on the axis of sequence parallelism; ``None`` for what they hold together.
+        ahead: How many tokens further on slots look, for heads that predict further tokens: ids are those so
+            far on, labels and what belongs to them one further.
     """
     layout = batch.layout
 
-    def part(tokens: Tensor, fill: float, *, shift: bool) -> Tensor:
-        values = layout.shifted(tokens, fill=fill) if shift else tokens
+    def part(tokens: Tensor, fill: float, by: int) -> Tensor:
+        values = layout.shifted(tokens, by, fill=fill) if by else tokens
         found: Tensor = layout.local(layout.place(values, fill=fill), cp_rank, tp_rank)
         return found
 
@@ -105,17 +107,18 @@ def local(batch: Microbatch, cp_rank: int, tp_rank: int | None = None) -> Local:
         found = layout.local(values, cp_rank, tp_rank)
         return torch.from_numpy(found).to(batch.ids.device)
 
+    labels = part(batch.ids, IGNORE, ahead + 1)
     return Local(
         layout=layout,
         cp_rank=cp_rank,
-        ids=part(batch.ids, 0, shift=False),
-        labels=part(batch.ids, IGNORE, shift=True),
-        mask=part(batch.mask, False, shift=True),
+        ids=part(batch.ids, 0, ahead),
+        labels=labels,
+        mask=part(batch.mask, False, ahead + 1),
         positions=slots(layout.positions),
-        is_real=slots(layout.is_real),
+        is_real=labels != IGNORE if ahead else slots(layout.is_real),
         slots=torch.from_numpy(layout.slots(cp_rank, tp_rank)).to(batch.ids.device),
         documents=slots(layout.documents),
-        extras={name: part(value, 0, shift=True) for name, value in batch.extras.items()},
+        extras={name: part(value, 0, ahead + 1) for name, value in batch.extras.items()},
     )
 
 

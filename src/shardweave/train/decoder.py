@@ -214,7 +214,10 @@ def tokens_of(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> Tokens:
-    """What a loss is given: the log-probability of the label of each of this rank's own slots."""
+    """What a loss is given: the log-probability of the label of each of this rank's own slots.
+
+    ``x`` is what the output head reads, see ``final``.
+    """
     tp = decoder.tp
     logits = logits_of(decoder, weights, x)
     labels, vocab_size = seen.part.labels, decoder.maths.vocab_size
@@ -229,7 +232,12 @@ def tokens_of(
     return Tokens(logprobs, own.labels, own.mask, own.slots, entropies, own.extras)
 
 
+def final(decoder: Decoder, weights: Weights, x: Tensor) -> Tensor:
+    """What the output head reads: the hidden state after all layers, normed."""
+    return rms_norm(x, weights[FINAL], decoder.maths.eps)
+
+
 def logits_of(decoder: Decoder, weights: Weights, x: Tensor) -> Tensor:
     """The logits of the slots of the context rank, of this rank's columns of the padded vocabulary."""
     head = weights[EMBEDDING if decoder.maths.model.tied else HEAD]
-    return column(rms_norm(x, weights[FINAL], decoder.maths.eps), head, tp=decoder.tp)
+    return column(x, head, tp=decoder.tp)

@@ -9,8 +9,9 @@ rather than their weights go to the ranks that need them (``train/model.py``).
 | Q, K, V, gate, up (rows), o, down (columns) | ``tp`` |
 | embedding and head (rows, padded to a multiple) | ``tp``, on the first and the last stage |
 | experts | ``ep`` by whole experts, ``etp`` by rows and columns |
-| norms, the router | nothing |
+| norms, the router, the projections of heads for further tokens | nothing |
 | layers | ``pp`` |
+| heads for further tokens | nothing: on the last stage, with an embedding of its own |
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ from shardweave.models import Block, Model
 
 _ROWS = ("q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "gate_bias", "up_bias")
 _COLUMNS = ("o", "down")
-_WHOLE = ("input_norm", "post_attention_norm", "q_norm", "k_norm", "norm", "o_bias", "down_bias", "router")
-_KINDS = ("embedding", "norms", "attention", "mlp", "moe", "final", "head")
+_WHOLE = (
+    *("input_norm", "post_attention_norm", "q_norm", "k_norm", "norm", "o_bias", "down_bias", "router"),
+    *("embed_norm", "hidden_norm", "proj"),
+)
+_KINDS = ("embedding", "norms", "attention", "mlp", "moe", "final", "head", "mtp")
 
 
 def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], dtype: str = "") -> Layout:
@@ -64,6 +68,9 @@ def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], d
             equation=f"layers({held}) != 0..{model.num_layers - 1}",
             hint="give the layers of each stage, each layer once",
         )
+    further = sorted(number for block in model.of("mtp") for _, number in block.layers)
+    stages = [*stages[:-1], [*stages[-1], *further]]
+    at_end = model.tied or bool(further)
     rules: list[BufferRule] = []
     for block in model.blocks:
         if block.kind not in _KINDS:
@@ -74,14 +81,14 @@ def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], d
                 hint="train llama, qwen3 or qwen3_moe; other families can be converted and refitted",
             )
         for role, tensor in block.tensors.items():
-            rules += _rules(block, role, tensor, mesh, stages, tied=model.tied)
+            rules += _rules(block, role, tensor, mesh, stages, at_end=at_end)
     if dtype:
         rules = [_cast(rule, dtype) for rule in rules]
     return Layout("train", mesh, tuple(rules))
 
 
 def _rules(
-    block: Block, role: str, tensor: Tensor, mesh: Mesh, stages: Sequence[Sequence[int]], *, tied: bool
+    block: Block, role: str, tensor: Tensor, mesh: Mesh, stages: Sequence[Sequence[int]], *, at_end: bool
 ) -> Iterator[BufferRule]:
     if role not in (*_ROWS, *_COLUMNS, *_WHOLE, "embed", "head"):
         raise ModelError(
@@ -119,7 +126,7 @@ def _rules(
         stage = 0 if role == "embed" else last
         rule = BufferRule(tensor.name, parts, tuple(dims), where=(("pp", (stage,)),))
         yield rule
-        if role == "embed" and tied and last:
+        if role == "embed" and at_end and last:
             yield replicated(BufferRule(tensor.name, parts, tuple(dims), where=(("pp", (last,)),)))
         return
     layers = {number for _, number in tensor.dims[0]}

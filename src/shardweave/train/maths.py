@@ -39,7 +39,8 @@ class Maths:
         qk_norm: Whether each head of Q and K is normed, before positions are put in.
         eps: What is added to the mean square in a norm.
         rotary: The positional encoding.
-        windows: For each layer how many tokens back a token sees, itself included; ``None`` for all.
+        windows: For each layer how many tokens back a token sees, itself included; ``None`` for all. Layers
+            of heads for further tokens come last.
         num_experts: Experts of a sparse layer; 0 without.
         top_k: Experts that a token goes to.
         norm_topk: Whether the weights of a token's experts sum to 1.
@@ -63,6 +64,11 @@ class Maths:
     def num_layers(self) -> int:
         """The number of layers."""
         return self.model.num_layers
+
+    @property
+    def depth(self) -> int:
+        """How many heads there are for further tokens; see ``mtp``."""
+        return sum(len(block.layers) for block in self.model.of("mtp"))
 
 
 def maths(config: Mapping[str, Any], *, dtype: str = "") -> Maths:

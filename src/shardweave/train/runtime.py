@@ -21,6 +21,7 @@ from shardweave.train.decoder import Decoder
 from shardweave.train.grid import GroupPlan, Groups, plan_groups
 from shardweave.train.layout import train_layout
 from shardweave.train.maths import maths
+from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import GROUPS, Parallel
 from shardweave.train.random import Normal, init
 from shardweave.train.schedule import stages_of
@@ -70,9 +71,10 @@ def layout_of(
     *,
     dtype: str = "",
     stage_sizes: Sequence[int] | None = None,
+    mtp: int = 0,
 ) -> Layout:
     """What every rank holds of a model; needs no process and no group."""
-    found = maths(config, dtype=dtype)
+    found = with_heads(maths(config, dtype=dtype), mtp)
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
     stages = [[layer for chunk in stage for layer in chunk] for stage in chunks]
     return train_layout(found.model, parallel.mesh, stages=stages)
@@ -89,6 +91,7 @@ def build(
     stage_sizes: Sequence[int] | None = None,
     cp_method: str = "ring",
     dropout: float = 0.0,
+    mtp: int = 0,
 ) -> Runtime:
     """A model on this rank.
 
@@ -106,12 +109,13 @@ def build(
         stage_sizes: Layers of each stretch, in order of the model, where they are not even.
         cp_method: How attention goes over context ranks: ``ring``, ``gather``, ``all_to_all``.
         dropout: The share of what each block adds that is dropped in training.
+        mtp: How many heads for further tokens the model has, which no config of its families says.
 
     Raises:
         ModelError: The model is not computed here.
         GeometryError: It does not fit on these degrees.
     """
-    found = maths(config, dtype=dtype)
+    found = with_heads(maths(config, dtype=dtype), mtp)
     _check_heads(found.num_heads, found.num_kv_heads * found.head_dim, parallel.tp)
     if not 0 <= dropout < 1:
         raise GeometryError(
@@ -120,7 +124,7 @@ def build(
             hint="use 0 for none",
         )
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
-    layout = layout_of(config, parallel, dtype=dtype, stage_sizes=stage_sizes)
+    layout = layout_of(config, parallel, dtype=dtype, stage_sizes=stage_sizes, mtp=mtp)
     weights = begun(layout, groups.rank, config=config, seed=seed, device=device)
     tp, cp, ep, etp, document = (groups.get(GRID, name) for name in ("tp", "cp", "ep", "etp", "document"))
     decoder = Decoder(

@@ -16,15 +16,18 @@ from torch import Tensor
 from shardweave.errors import PlanError
 from shardweave.train.batch import Microbatch
 from shardweave.train.collectives import gather_parts, sum_all
-from shardweave.train.decoder import View, embedded, through, tokens_of, view
+from shardweave.train.decoder import View, embedded, final, through, tokens_of, view
 from shardweave.train.experts import Routing
+from shardweave.train.grid import Group
 from shardweave.train.loss import Loss, Report, Term, count_targets, cross_entropy, report, term, total
+from shardweave.train.maths import Maths
+from shardweave.train.mtp import ahead, further
 from shardweave.train.pipeline import Boundary, Output, run
 from shardweave.train.runtime import GRID, Runtime
 from shardweave.train.schedule import plan_pipeline
 
 MAIN, BALANCE, ROUTER_Z = "loss", "balance", "router_z"
-"""The terms of an objective."""
+"""The terms of an objective, beside those of heads for further tokens, ``mtp_1`` and so on."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Objective:
             the tokens and the sparse layers. Megatron sums over layers; its coefficient is this one over
             their number.
         router_z: The weight of the router's z-loss, a mean likewise.
+        mtp: The weight of all heads for further tokens together, where the model has some: each of ``D`` has
+            a ``D``th of it. With 0 they are not computed.
         temperature: What logits are divided by.
         entropy: Whether the loss is given entropies.
     """
@@ -44,6 +49,7 @@ class Objective:
     loss: Loss = cross_entropy
     balance: float = 0.0
     router_z: float = 0.0
+    mtp: float = 0.1
     temperature: float = 1.0
     entropy: bool = False
 
@@ -120,12 +126,9 @@ def _run(
     everybody, stage, pp = (groups.get(GRID, name) for name in ("all", "replicas", "pp"))
     check_batches(runtime, batches)
     views = [view(decoder, batch, dtype=runtime.dtype, step=step) for batch in batches]
-    sparse = sum(len(block.layers) for block in decoder.maths.model.of("moe"))
-    masks = {MAIN: [seen.own.mask for seen in views]}
-    if sparse:
-        masks |= {name: [seen.own.is_real for seen in views] for name in _weights(objective)}
-    counts = count_targets(masks, group=stage)
-    counts = {name: count * (1 if name == MAIN else sparse) for name, count in counts.items()}
+    depth = decoder.maths.depth if objective.mtp else 0
+    heads = [ahead(decoder, batch, seen, depth) for batch, seen in zip(batches, views, strict=True)]
+    counts = _counts(decoder.maths, views, heads, objective, group=stage)
     said: list[Term] = []
     routed: list[Routing] = []
     found: dict[int, Tensor] = {}
@@ -142,12 +145,17 @@ def _run(
         if not (last and chunk == parallel.vp - 1):
             said.extend(_detached(terms))
             return Output(x, total(terms, counts) if any(each.weight for each in terms) else None)
+        x = final(decoder, runtime.weights, x)
         tokens = tokens_of(
             decoder, runtime.weights, x, seen, temperature=objective.temperature, entropy=objective.entropy
         )
         if keep:
             found[number] = tokens.logprobs.detach()
         terms = [term(objective.loss, tokens, name=MAIN), *terms]
+        for k, head in enumerate(further(decoder, runtime.weights, x, heads[number])):
+            terms.append(term(cross_entropy, head.tokens, name=_head(k), weight=objective.mtp / depth))
+            terms += _balance_terms(head.routings, heads[number][k], objective)
+            routed.extend(head.routings)
         said.extend(_detached(terms))
         return Output(loss=total(terms, counts))
 
@@ -212,6 +220,34 @@ def _content(batches: Sequence[Microbatch]) -> list[int]:
     return [layouts, sum(weight * (i + 1) for i, weight in enumerate(weights)) % (1 << 61)]
 
 
+def _counts(
+    maths: Maths,
+    views: Sequence[View],
+    heads: Sequence[Sequence[View]],
+    objective: Objective,
+    *,
+    group: Group,
+) -> dict[str, int]:
+    """N of each term: targets, and of those of routers tokens times the sparse layers that they go to."""
+    sparse = sum(len(block.layers) for block in maths.model.decoder.of("moe"))
+    all_sparse = sum(len(block.layers) for block in maths.model.of("moe"))
+    masks = {MAIN: [seen.own.mask for seen in views]}
+    for k in range(maths.depth if objective.mtp else 0):
+        masks[_head(k)] = [each[k].own.mask for each in heads]
+    if not (sparse and _weights(objective)):
+        return count_targets(masks, group=group)
+    masks["tokens"] = [seen.own.is_real for seen in views]
+    masks["further"] = [seen.own.is_real for each in heads for seen in each]
+    counts = count_targets(masks, group=group)
+    routed = counts.pop("tokens") * sparse + counts.pop("further") * (all_sparse > sparse)
+    return counts | dict.fromkeys(_weights(objective), routed)
+
+
+def _head(k: int) -> str:
+    """The term of a head, counted from 1."""
+    return f"mtp_{k + 1}"
+
+
 def _balance_terms(routings: Sequence[Routing], seen: View, objective: Objective) -> list[Term]:
     """What the sparse layers of a chunk add to the objective, as this rank's tokens have it."""
     if not routings:
@@ -242,7 +278,9 @@ def _whole(runtime: Runtime, batch: Microbatch, own: Tensor | None) -> Tensor:
     """The log-probabilities of a microbatch's tokens from the parts of its ranks; each of its target."""
     layout, document = batch.layout, runtime.groups.get(GRID, "document")
     shape = layout.local_shape(split_tp=True)
-    parts = gather_parts(torch.zeros(shape, dtype=runtime.dtype) if own is None else own, group=document)
+    if own is None:  # of another stage, in the dtype that log-probabilities have there
+        own = torch.zeros(shape, dtype=torch.promote_types(runtime.dtype, torch.float32))
+    parts = gather_parts(own, group=document)
     real = layout.real(layout.join(parts, split_tp=True))
     # Only the last stage has any; the others have zeros.
     real = sum_all(real, group=runtime.groups.get(GRID, "pp"))
