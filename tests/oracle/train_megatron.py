@@ -181,14 +181,16 @@ class Trained:
     gradients: Arrays
 
 
-def read(case: Case, out: Path) -> Trained:
-    """Put together what the ranks wrote; replicas have the same gradients, bit for bit, or it raises."""
-    model = from_config(config_of(Path(case["hf"])))
-    live = layout_of(model, case)
+def read(case: Case, out: Path, *, layout: Layout | None = None) -> Trained:
+    """Put together what the ranks wrote, by default Megatron's.
+
+    Replicas have the same gradients and losses, bit for bit, or it raises.
+    """
+    live = layout or layout_of(from_config(config_of(Path(case["hf"]))), case)
     ranks = {rank: load_file(out / f"{case['name']}.{rank}.safetensors") for rank in live.mesh.ranks}
     reports = [json.loads((out / f"{case['name']}.{rank}.json").read_text()) for rank in live.mesh.ranks]
     parts = {report["dp"]: report["losses"] for report in reports}
-    assert all(report["losses"] == parts[report["dp"]] for report in reports), "TP ranks have one loss"
+    assert all(report["losses"] == parts[report["dp"]] for report in reports), "replicas"
     (loss,) = {report["loss"] for report in reports}
     gradients = {}
     for tensor, values in assemble(live, ranks).items():
