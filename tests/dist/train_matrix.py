@@ -29,6 +29,7 @@ from plain_decoder import objective as plain_objective
 from train_cells import Cell, pairwise
 from train_ranks import (
     CONFIG,
+    as_numpy,
     assembled,
     batches_of,
     documents_of,
@@ -118,7 +119,7 @@ def played(runtime: Runtime, cell: Cell) -> Told:
         norm=norms[0],
         zeros=int(norms[1]),
         data=data,
-        logprobs=[each.numpy() for each in told.logprobs],
+        logprobs=[as_numpy(each) for each in told.logprobs],
         grads=grads,
         weights=parts_of(runtime, runtime.weights),
     )

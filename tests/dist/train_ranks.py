@@ -77,8 +77,13 @@ def parts_of(runtime: Runtime, arrays: Mapping[str, Tensor]) -> list[Held]:
     for name, held in held_arrays(runtime.layout, runtime.rank).items():
         for part in held.parts:
             at = tuple((r.start, r.stop, r.step) for r in part.box.dims)
-            found.append((part.name, at, part.view(arrays[name].detach()).numpy().copy()))
+            found.append((part.name, at, as_numpy(part.view(arrays[name].detach()))))
     return found
+
+
+def as_numpy(values: Tensor) -> np.ndarray:
+    """A copy; numpy has no bfloat16, whose values are floats too."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy().copy()
 
 
 def assembled(ranks: Mapping[int, Sequence[Held]]) -> dict[str, Tensor]:
