@@ -1,4 +1,4 @@
-"""The runtime equals one process at every layout: log-probabilities, loss, gradients and norm, two updates."""
+"""The runtime equals one process at every layout: log-probabilities, loss, gradients, norm, two updates."""
 
 from __future__ import annotations
 
