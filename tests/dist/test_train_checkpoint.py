@@ -14,9 +14,13 @@ from native_ranks import each
 from safetensors.torch import load_file, save_file
 from torch.distributed import FileStore, HashStore, PrefixStore
 
+from shardweave.convert import convert, detect, differences, open_checkpoint, prepare
+from shardweave.convert.check import check
 from shardweave.errors import (
+    DigestError,
     DtypeError,
     ExistsError,
+    FormatError,
     OutsideError,
     PlanError,
     ShardweaveError,
@@ -25,7 +29,7 @@ from shardweave.errors import (
 )
 from shardweave.layout import Layout
 from shardweave.models import Model, from_config
-from shardweave.plan import materialise
+from shardweave.plan import materialise, plan
 from shardweave.store import native
 from shardweave.store.native_manifest import About
 from shardweave.store.native_write import Saver
@@ -231,14 +235,23 @@ def tensors_of(wanted: dict[str, np.ndarray], dtype: str) -> dict[str, torch.Ten
     }
 
 
-def save_all(run: Path, layout: Layout, wanted: dict[int, dict[str, np.ndarray]], *, dtype: str) -> None:
+def save_all(
+    run: Path,
+    layout: Layout,
+    wanted: dict[int, dict[str, np.ndarray]],
+    *,
+    dtype: str,
+    config: dict[str, Any] | None = None,
+) -> None:
     """All ranks save, as threads that meet in a store."""
     store, size = HashStore(), layout.mesh.size
 
     def one(rank: int) -> None:
         exchange = through_store(store, rank=rank, size=size, timeout_s=20)
         mine = tensors_of(wanted[rank], dtype)
-        saver(run, rank=rank, exchange=exchange, fsync=False).save(weights_of(layout, rank, mine), About())
+        saver(run, rank=rank, exchange=exchange, fsync=False).save(
+            weights_of(layout, rank, mine), About(config=config or {})
+        )
 
     for error in each(size, one):
         assert error is None, error
@@ -263,8 +276,8 @@ def optimizer_of(layout: Layout, rank: int, *, sharded: bool, fill: float) -> Op
     """An optimizer that makes no step, with all state prefilled; it needs no peers for that."""
     arrays = {name: array.detach().fill_(1) for name, array in empty_of(layout, rank).items()}
     groups = Groups(plan_groups({"model": layout.mesh}, {}), rank, {})
-    plan = reduce_plan(layout, rank, bucket_bytes=5000)
-    optimizer = Optimizer(arrays, plan=plan, groups=groups, settings=AdamW(), sharded=sharded)
+    reduced = reduce_plan(layout, rank, bucket_bytes=5000)
+    optimizer = Optimizer(arrays, plan=reduced, groups=groups, settings=AdamW(), sharded=sharded)
     for box in optimizer.states():
         box.values.fill_(fill)
     return optimizer
@@ -353,6 +366,51 @@ def test_masters_and_weights_stand_in_for_each_other(tmp_path: Path) -> None:
         for box in optimizer.states():
             if box.state == "master":
                 assert np.array_equal(words_of(box.values), masters[rank][box.name][places(box)])
+
+
+def test_other_commands_read_a_native_checkpoint_too(tmp_path: Path) -> None:
+    """Checked, compared and converted like any format; a run folder stands for its newest checkpoint."""
+    model = from_config(CONFIG)
+    layout = layout_of(DEGREES["tp2 pp2"], model)
+    whole = truth(model, torch.bfloat16)
+    optimizer = optimizer_of(layout_of(DEGREES["one"], model), 0, sharded=True, fill=1)
+    save_all(tmp_path / "run", layout, wanted_of(layout, whole), dtype="bfloat16", config=CONFIG)
+    full = layout_of(DEGREES["one"], model)
+    arrays = tensors_of(wanted_of(full, whole)[0], "bfloat16")
+    held = [*weights_of(full, 0, arrays), *states_of(optimizer)]
+    saver(tmp_path / "with state", fsync=False).save(held, About(config=CONFIG))
+
+    for name in ("run", "with state"):
+        found = check(tmp_path / name)
+        assert found.whole and found.format == "native", found.findings
+        assert {step.state for step in found.steps} == {"proved"}
+        source = open_checkpoint(tmp_path / name)
+        assert source.model.numel == sum(values.numel() for values in whole.values())
+        assert bool(source.left_out) == (name == "with state")
+        out = tmp_path / f"{name} hf"
+        convert(prepare(tmp_path / name, to="hf"), out, fsync=False)
+        stored = load_file(out / "model.safetensors")
+        assert stored.keys() == whole.keys()
+        for key, values in whole.items():
+            assert torch.equal(stored[key].view(torch.int16), values.view(torch.int16)), key
+        assert json.loads((out / "config.json").read_text()) == CONFIG
+        other = open_checkpoint(out)
+        assert not list(differences(plan(source.layout, other.layout), source.manifest, other.manifest))
+    convert(prepare(tmp_path / "run", to="megatron"), tmp_path / "mc", fsync=False)
+    arrays = empty_of(layout, 3)
+    load_weights(tmp_path / "mc", layout=layout, rank=3, arrays=arrays)
+    compare(arrays, wanted_of(layout, whole)[3])
+
+    path = next((tmp_path / "run").rglob("rank_00002.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    assert [type(error) for error in check(tmp_path / "run").findings] == [DigestError]
+    with pytest.raises(DigestError, match="rank_00002"):
+        convert(prepare(tmp_path / "run", to="hf"), tmp_path / "no", fsync=False)
+    (path.parent / "model.safetensors").write_bytes(b"")
+    with pytest.raises(FormatError, match="native and hf"):
+        detect(path.parent)
 
 
 # --- to Hugging Face ----------------------------------------------------------------------------

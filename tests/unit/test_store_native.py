@@ -481,12 +481,15 @@ def test_a_changed_bit_is_seen_where_the_box_is_read_whole(tmp_path: Path) -> No
     load_at(tmp_path, native_ranks.layout(), 0, "model/{name}", verify=False)
 
 
-def test_a_folder_of_weights_only_is_what_other_stores_see(tmp_path: Path) -> None:
+def test_weights_by_their_own_names(tmp_path: Path) -> None:
     save(tmp_path, native_ranks.layout(tp=2))
-    found = native.weights(native.read(tmp_path))
-    assert set(found.tensors) == {n for t in native_ranks.tensors().values() for n in t.names()}
+    manifest = native.read(tmp_path)
+    found = native.named(manifest)
+    states = {key for key in manifest.tensors if key.startswith("optim/")}
+    assert set(found.tensors) == {n for t in native_ranks.tensors().values() for n in t.names()} | states
     truth = native_ranks.values()[native_ranks.tensors()["embed"]]
     assert np.array_equal(load(found, "model.embed_tokens.weight"), truth)
+    assert native.verify(found) == native.verify(manifest)
 
 
 def test_digests_do_not_depend_on_strides() -> None:

@@ -12,12 +12,12 @@ import xxhash
 
 from shardweave.convert.accounting import account
 from shardweave.convert.compare import check_replicas
-from shardweave.convert.source import Checkpoint, detect, open_checkpoint
+from shardweave.convert.source import Checkpoint, open_checkpoint, read_files
 from shardweave.convert.staging import FOLDER, require_finished
 from shardweave.dialects import hf
 from shardweave.errors import DigestError, ShardweaveError
 from shardweave.plan import plan
-from shardweave.store import digest, safetensors, torch_dist
+from shardweave.store import digest, native
 from shardweave.store.manifest import Manifest
 from shardweave.store.read import Reader
 
@@ -103,7 +103,7 @@ def check(
         checked.fail("finished", error)
         if {path.name for path in root.iterdir()} <= {FOLDER}:
             return checked
-    manifest = checked.attempt("files", lambda: _read(root), _files)
+    manifest = checked.attempt("files", lambda: read_files(root), _files)
     if manifest is None:
         return checked
     checked.format = "megatron" if manifest.format == "torch_dist" else manifest.format
@@ -113,15 +113,15 @@ def check(
         _check_model(checked, root, config)
     if not digests:
         checked.skip("digests", "not asked for")
+    elif manifest.format == "native":
+        checked.attempt(
+            "digests", lambda: native.verify(manifest), lambda size: f"{size:,} bytes are as recorded"
+        )
     elif not (manifest.root / digest.SIDECAR).is_file():
         checked.skip("digests", "none are recorded")
     else:
         _check_digests(checked, manifest, progress or (lambda done, total: None))
     return checked
-
-
-def _read(root: Path) -> Manifest:
-    return safetensors.read(root) if detect(root) == "hf" else torch_dist.read(root)
 
 
 def _files(manifest: Manifest) -> str:
@@ -135,7 +135,12 @@ def _files(manifest: Manifest) -> str:
 def _describes_itself(manifest: Manifest) -> bool:
     root = manifest.root if manifest.root.is_dir() else manifest.root.parent
     common = manifest.records.get("common", {})
-    return (root / "config.json").is_file() or (isinstance(common, dict) and "args" in common)
+    about = manifest.records.get("about")
+    return (
+        (root / "config.json").is_file()
+        or (isinstance(common, dict) and "args" in common)
+        or bool(about is not None and about.config)
+    )
 
 
 def _check_model(checked: Checked, root: Path, config: Path | Mapping[str, Any] | None) -> None:

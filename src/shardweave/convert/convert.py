@@ -25,7 +25,7 @@ from shardweave.convert.target import Geometry, Target, target
 from shardweave.errors import JournalError, PathError
 from shardweave.layout import format_layout
 from shardweave.plan import Plan, needed_bytes, plan
-from shardweave.store import digest
+from shardweave.store import digest, native
 from shardweave.store.manifest import Extent, Manifest
 
 _BESIDE = (
@@ -211,7 +211,9 @@ def _carry_out(
     with Staging(dst, force=force) as staging:
         if not staging.ready:
             # Before anything is staged: a source that contradicts itself leaves nothing behind.
-            if digests and (job.source.manifest.root / digest.SIDECAR).exists():
+            if digests and job.source.format == "native":
+                native.verify(job.source.manifest)
+            elif digests and (job.source.manifest.root / digest.SIDECAR).exists():
                 digest.verify(job.source.manifest, workers=workers)
             check_replicas(job.source)
         staging.take_up(identity)

@@ -9,6 +9,7 @@ form says.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,15 +20,18 @@ from shardweave.dialects import hf, megatron
 from shardweave.errors import DtypeError, FormatError, MissingFileError, ModelError, OutsideError
 from shardweave.layout import Layout
 from shardweave.models import Model, from_config
-from shardweave.store import safetensors, torch_dist
+from shardweave.store import native, safetensors, torch_dist
 from shardweave.store.manifest import Manifest, StoredTensor
 
 FORMATS = ("hf", "megatron")
 """The formats that can be read and written, by the names that commands use."""
 
-_STORES = {"hf": safetensors, "megatron": torch_dist}
-_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
-"""What a Megatron checkpoint may hold beside the weights; left out by name, and said so."""
+_NOT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "hf": (),
+    "megatron": ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine"),
+    "native": ("optim/",),
+}
+"""What a checkpoint of a format may hold beside the weights; left out by name, and said so."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,9 @@ def detect(root: Path) -> str:
         return "hf"
     names = {path.name for path in root.iterdir()}
     found = []
+    if native.is_native(root):
+        found.append("native")
+        names = {name for name in names if not re.fullmatch(r"rank_\d+\.safetensors", name)}
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         found.append("hf")
     if names & {torch_dist.INDEX, "latest_checkpointed_iteration.txt"} or any(
@@ -84,9 +91,24 @@ def detect(root: Path) -> str:
             where=str(root),
             equation=f"it looks like {' and '.join(found)}" if found else f"it holds {held}",
             hint="hf: *.safetensors and their index; megatron: .metadata and *.distcp, or "
-            "latest_checkpointed_iteration.txt beside iter_*",
+            f"latest_checkpointed_iteration.txt beside iter_*; native: {native.MANIFEST}, or step-* with it",
         )
     return found[0]
+
+
+def read_files(root: Path) -> Manifest:
+    """What a checkpoint of any format holds; of a native one, its weights by their names.
+
+    Raises:
+        FormatError and its kin: As ``detect`` and the store of the format.
+    """
+    match detect(root):
+        case "hf":
+            return safetensors.read(root)
+        case "native":
+            return native.named(native.read(root))
+        case _:
+            return torch_dist.read(root)
 
 
 def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = None) -> Checkpoint:
@@ -103,19 +125,14 @@ def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = Non
         FormatError and its kin: The files contradict themselves, or are of an unfinished conversion.
     """
     require_finished(root)
-    format_ = detect(root)
-    manifest = _STORES[format_].read(root)
+    format_, manifest = detect(root), read_files(root)
     require_finished(manifest.root)
-    left_out = {
-        key: "not a weight"
-        for key in manifest.tensors
-        if format_ == "megatron" and key.startswith(_NOT_WEIGHTS)
-    }
+    left_out = {key: "not a weight" for key in manifest.tensors if key.startswith(_NOT_WEIGHTS[format_])}
     stored = {key: tensor for key, tensor in manifest.tensors.items() if key not in left_out}
     values = _config(manifest, config)
     dtypes = {tensor.dtype for tensor in stored.values()}
     model = from_config(values, dtype=_common(dtypes, values))
-    if format_ == "hf":
+    if format_ != "megatron":
         layout = hf.variant(stored, model)
     else:
         layout = megatron.variant(stored, model, padded_vocab=_padded_vocab(stored))
@@ -128,6 +145,8 @@ def _config(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Mapp
     """The config given, else the one in the folder, else what the checkpoint itself records."""
     if isinstance(config, Mapping):
         return config
+    if config is None and (about := manifest.records.get("about")) is not None and about.config:
+        return dict(about.config)
     root = manifest.root
     path = config or (root if root.is_dir() else root.parent) / "config.json"
     recorded = manifest.records.get("common", {}).get("args") if config is None else None

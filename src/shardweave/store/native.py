@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,20 +182,12 @@ def read(root: Path, *, headers: bool = True) -> Manifest:
     return Manifest(root, "native", tensors, sizes, {"about": about, "digests": digests})
 
 
-def weights(manifest: Manifest) -> Manifest:
-    """The weights of a checkpoint under their Hugging Face names, as if nothing else were there."""
-    prefix = "model/"
-    digests = manifest.records["digests"]
-    tensors = {
-        key.removeprefix(prefix): StoredTensor(
-            key.removeprefix(prefix), tensor.dtype, tensor.shape, tensor.extents
-        )
-        for key, tensor in manifest.tensors.items()
-        if key.startswith(prefix)
-    }
-    kept = {name: digests[prefix + name] for name in tensors}
-    records = {**manifest.records, "digests": kept}
-    return Manifest(manifest.root, manifest.format, tensors, manifest.files, records)
+def named(manifest: Manifest) -> Manifest:
+    """The same checkpoint with its weights under their Hugging Face names; states keep their keys."""
+    names = {key: key.removeprefix("model/") for key in manifest.tensors}
+    tensors = {names[key]: replace(tensor, key=names[key]) for key, tensor in manifest.tensors.items()}
+    digests = {names[key]: found for key, found in manifest.records["digests"].items()}
+    return replace(manifest, tensors=tensors, records={**manifest.records, "digests": digests})
 
 
 def _folder(root: Path) -> Path:
@@ -377,7 +369,7 @@ def fill(manifest: Manifest, wanted: Iterable[Wanted], *, verify: bool = True) -
     """Read boxes of a checkpoint, exactly their bytes, each straight to its place.
 
     Args:
-        manifest: From ``read``, or ``weights`` of it.
+        manifest: From ``read``, or ``named`` of it.
         wanted: The boxes.
         verify: Whether stored boxes that are read whole are compared with their digests.
 
