@@ -9,7 +9,7 @@ Forward, backward, sums of gradients and AdamW, fp32, one thread and one process
 
 Both runtimes are in the same processes and take turns, each with the same tokens and its own weights.
 Megatron's model, forward and backward are its own: local spec, allgather dispatcher, no Transformer Engine,
-which needs a GPU, and torch.cuda replaced by nothing. Its AdamW is torch's, to which Megatron falls back where
+which needs a GPU, and torch.cuda does nothing. Its AdamW is torch's, to which Megatron falls back where
 Apex is missing; data ranks sum gradients by an all-reduce for each. Both keep whole states on each data rank.
 """
 
