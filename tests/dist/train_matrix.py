@@ -221,13 +221,13 @@ def compare(cell: Cell, dtype: str, told: dict[int, Told], true: Truth) -> Error
     for kind, wanted in (("grads", true.grads), ("weights", true.weights)):
         got = assembled({rank: getattr(t, kind) for rank, t in told.items()})
         assert set(got) == set(wanted)
-        found[kind] = max(_relative(got, wanted))
+        found[kind] = max(relative(got, wanted))
     if dtype == "float64":
         assert {t.zeros for t in told.values()} == {true.zeros}
     return Errors(cell, dtype, found)
 
 
-def _relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[tuple[float, str]]:
+def relative(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[tuple[float, str]]:
     """The error of each parameter over its norm.
 
     The experts of a layer are one parameter, as models hold them: the gradient of a lone expert with a

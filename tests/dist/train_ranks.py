@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed import FileStore
 from train_cells import Cell
 
-from shardweave.models import from_config
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import Microbatch, microbatch
 from shardweave.train.grid import connect
+from shardweave.train.maths import maths
+from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
 from shardweave.train.runtime import Runtime, build, group_plan
 
@@ -47,10 +48,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def full_weights(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def full_weights(config: Mapping[str, Any], dtype: torch.dtype, *, mtp: int = 0) -> dict[str, Tensor]:
     """Whole weights by name, large enough that every part of the model matters."""
     found = {}
-    for tensor in from_config(config).tensors:
+    for tensor in with_heads(maths(config), mtp).model.tensors:
         for name in tensor.names():
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
             values = torch.randn(
@@ -158,7 +159,7 @@ def batches_of(cell: Cell, data: int) -> list[Microbatch]:
 
 
 def runtime_of(
-    cell: Cell, rank: int, store: Path, config: Mapping[str, Any], dtype: str = "float64"
+    cell: Cell, rank: int, store: Path, config: Mapping[str, Any], dtype: str = "float64", *, mtp: int = 0
 ) -> Runtime:
     parallel = parallel_of(cell)
     groups = connect(
@@ -172,4 +173,5 @@ def runtime_of(
         seed=None,
         stage_sizes=stage_sizes(cell, config["num_hidden_layers"]),
         cp_method=cell.method,
+        mtp=mtp,
     )
