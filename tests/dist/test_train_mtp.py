@@ -151,7 +151,7 @@ class Told:
 
 
 def play(rank: int, *, names: Sequence[str], faults: Mapping[str, Sequence[str]], folder: Path) -> list[Told]:
-    """Layouts one after the other on this rank, the first step of some once more with each of their faults."""
+    """Layouts one after the other on this rank, a step of some once more with each of their faults."""
     found = []
     for number, name in enumerate(names):
         of, config = LAYOUTS[name]
