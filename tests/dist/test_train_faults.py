@@ -230,8 +230,8 @@ column.
 Three have no place here as they were reported, and are put in nearby. Others cut in two places and two ways
 (1); here one `SequenceLayout` cuts, so a second way is put in beside it (1, 1b, 1c). Others return two or
 three values, and the count may be missing (4); here that is an error (4b), so what it led to is put in, terms
-that are divided by nothing. Others write down over which ranks a gradient is summed (15); here it follows from the
-layout and is proved, and a wrong plan is refused when the model is built
+that are divided by nothing. Others write down over which ranks a gradient is summed (15); here it follows
+from the layout and is proved, and a wrong plan is refused when the model is built
 (`tests/dist/test_train_gradients.py`), so the plan is left alone and the sum is taken over other ranks.
 """
 
