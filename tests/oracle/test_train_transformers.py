@@ -7,6 +7,7 @@ it in fp64 (`exact`), and is then equal to 1e-12. As it is, it is equal as far a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -150,7 +151,9 @@ def theirs(config: Config, dtype: torch.dtype) -> Any:
     """A model of transformers with weights so large that each matters; the same in every dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {key: value for key, value in config.items() if key != "model_type" and value is not None}
+    # It writes into what it is given.
+    values = {key: copy.deepcopy(value) for key, value in config.items() if value is not None}
+    del values["model_type"]
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config["model_type"], **values),
         attn_implementation="eager",
@@ -334,7 +337,7 @@ def test_what_a_case_changes_matters(name: str) -> None:
 
 
 def test_a_token_of_padding_is_a_token() -> None:
-    """transformers takes no gradient of the embedding of `pad_token_id`; a document that has it is text here."""
+    """Where transformers takes no gradient of the embedding of `pad_token_id`, it is a token like others."""
     config = {**BASES["llama"], "pad_token_id": 5}
     docs = [torch.tensor([5, 1, 5, 8, 30, 2])]
     with exact():

@@ -10,6 +10,7 @@ Source: transformers 5, ``LlamaConfig``, ``Qwen3Config``, ``Qwen3MoeConfig`` for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,17 +91,16 @@ def maths(config: Mapping[str, Any], *, dtype: str = "") -> Maths:
             hint="other families can be converted and refitted, not trained",
         )
     model = from_config(config, dtype=dtype)
-    _refuse(config, "hidden_act", "silu", missing="silu")
-    _refuse(config, "attention_dropout", 0.0, missing=0.0)
-    _refuse(config, "partial_rotary_factor", 1.0, missing=1.0)
+    _only(config, "hidden_act", "silu")
+    _only(config, "attention_dropout", 0.0, None)
+    _only(config, "partial_rotary_factor", 1.0, None)
     blocks = {block.kind: block for block in model.blocks}
     heads = blocks["attention"].sizes
     sparse = blocks.get("moe")
+    num_experts = sparse.sizes["num_experts"] if sparse else 0
     top_k = config.get("num_experts_per_tok", 8) if sparse else 0
-    if sparse and not (isinstance(top_k, int) and 1 <= top_k <= sparse.sizes["num_experts"]):
-        raise _wrong(
-            config, "num_experts_per_tok", top_k, f"is not in 1..num_experts({sparse.sizes['num_experts']})"
-        )
+    if sparse and not (type(top_k) is int and 1 <= top_k <= num_experts):
+        raise _wrong(config, "num_experts_per_tok", top_k, f"is not in 1..num_experts({num_experts})")
     return Maths(
         model=model,
         hidden_size=blocks["embedding"].sizes["hidden_size"],
@@ -109,19 +109,24 @@ def maths(config: Mapping[str, Any], *, dtype: str = "") -> Maths:
         num_kv_heads=heads["num_kv_heads"],
         head_dim=heads["head_dim"],
         qk_norm="q_norm" in blocks["attention"].tensors,
-        eps=float(config.get("rms_norm_eps", 1e-6)),
+        eps=_positive(config, "rms_norm_eps", 1e-6),
         rotary=_rotary(config, heads["head_dim"]),
         windows=_windows(config, model.num_layers),
-        num_experts=sparse.sizes["num_experts"] if sparse else 0,
+        num_experts=num_experts,
         top_k=top_k,
-        norm_topk=bool(config.get("norm_topk_prob", False)) if sparse else False,
+        norm_topk=_flag(config, "norm_topk_prob") if sparse else False,
     )
 
 
 def _rotary(config: Mapping[str, Any], head_dim: int) -> Rotary:
     """The positional encoding, from either spelling of its parameters."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = config.get("rope_theta")
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(value, Mapping):
+            raise _wrong(config, key, value, "is not a mapping")
+    if new and old and new != old:
+        raise _wrong(config, "rope_scaling", old, f"!= rope_parameters({new})")
+    given, theta = new or old, config.get("rope_theta")
     if theta is not None and given.get("rope_theta", theta) != theta:
         raise _wrong(config, "rope_theta", theta, f"!= rope_parameters.rope_theta({given['rope_theta']})")
     longest = config.get("max_position_embeddings", _LONGEST[str(config["model_type"])])
@@ -131,27 +136,45 @@ def _rotary(config: Mapping[str, Any], head_dim: int) -> Rotary:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
+    """The window of each layer; llama has no keys for one."""
+    window = config.get("sliding_window", 4096) if _flag(config, "use_sliding_window") else None
     types = config.get("layer_types")
     if window is None:
         if types is not None and "sliding_attention" in types:
             raise _wrong(config, "layer_types", "sliding_attention", "without a sliding_window that is used")
         return (None,) * num_layers
-    if not isinstance(window, int) or window < 1:
+    if type(window) is not int or window < 1:
         raise _wrong(config, "sliding_window", window, "is not a number of tokens")
     if config.get("model_type") == "qwen3_moe":
         # Its attention knows no types of layers: a window is one of all.
         return (window,) * num_layers
     if types is None:
         first = config.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise _wrong(config, "max_window_layers", first, "is not a number of layers")
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _refuse(config: Mapping[str, Any], key: str, only: object, *, missing: object) -> None:
+def _only(config: Mapping[str, Any], key: str, *alike: object) -> None:
+    """Refuse all values but those that mean what is computed, which a missing key means too."""
+    if key in config and config[key] not in alike:
+        raise _wrong(config, key, config[key], f"is not {alike[0]!r}")
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    """True or false, as a missing key says."""
+    value = config.get(key, False)
+    if type(value) is not bool:
+        raise _wrong(config, key, value, "is not true or false")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, missing: float) -> float:
     value = config.get(key, missing)
-    if value != only and value is not None:
-        raise _wrong(config, key, value, f"is not {only!r}")
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(config, key, value, "is not a positive number")
+    return float(value)
 
 
 def _wrong(config: Mapping[str, Any], key: str, value: object, what: str) -> ModelError:
