@@ -401,6 +401,16 @@ def test_other_commands_read_a_native_checkpoint_too(tmp_path: Path) -> None:
     load_weights(tmp_path / "mc", layout=layout, rank=3, arrays=arrays)
     compare(arrays, wanted_of(layout, whole)[3])
 
+    # And back: a conversion writes what a run saves, without the state.
+    job = prepare(tmp_path / "mc", to="native", config=CONFIG, max_file_bytes=60_000)
+    convert(job, tmp_path / "back", fsync=False)
+    assert check(tmp_path / "back").whole
+    assert len(native.read(tmp_path / "back").files) > 3
+    arrays = empty_of(layout, 3)
+    about = load_weights(tmp_path / "back", layout=layout, rank=3, arrays=arrays)
+    compare(arrays, wanted_of(layout, whole)[3])
+    assert about.config == CONFIG
+
     path = next((tmp_path / "run").rglob("rank_00002.safetensors"))
     data = bytearray(path.read_bytes())
     data[-3] ^= 1

@@ -44,7 +44,7 @@ def convert(
             metavar="DST", parser=parse_target, help="The folder to write; it appears whole or not at all."
         ),
     ],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, or megatron (alias torch_dist).")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist) or native.")],
     config: options.Config = None,
     tp: options.Tp = None,
     pp: options.Pp = None,
@@ -99,7 +99,7 @@ def convert(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Convert a checkpoint, from and to hf or megatron.
+    """Convert a checkpoint, from and to hf, megatron or native.
 
     The source's format is recognised; its model is read from its config.
     The conversion is proved before a byte moves. One that was stopped goes on

@@ -14,7 +14,9 @@ from shardweave.errors import GeometryError
 if TYPE_CHECKING:
     from shardweave.convert import Geometry, Job
 
-FORMATS: Mapping[str, str] = {"hf": "hf", "megatron": "megatron", "torch_dist": "megatron"}
+FORMATS: Mapping[str, str] = {
+    "hf": "hf", "megatron": "megatron", "torch_dist": "megatron", "native": "native",
+}  # fmt: skip
 """Formats by the names that a command may give them."""
 
 _GEOMETRY = "Megatron target"
@@ -123,7 +125,7 @@ def format_named(name: str) -> str:
         raise GeometryError(
             "a checkpoint is written in a known format",
             equation=f"--to {name!r} is not one of {', '.join(FORMATS)}",
-            hint="--to hf or --to megatron",
+            hint="--to hf, --to megatron or --to native",
         )
     return FORMATS[name]
 
@@ -146,11 +148,11 @@ def geometry(to: str, stages: str | None, **given: Any) -> Geometry | None:
                 equation=f"--stages {stages!r}",
                 hint="write --stages 8,8,7,7",
             ) from None
-    if to == "hf" and values:
+    if to != "megatron" and values:
         flags = ", ".join(f"--{key.replace('_', '-')}" for key in values)
         raise GeometryError(
-            "a Hugging Face checkpoint stores whole tensors",
-            equation=f"--to hf with {flags}",
+            f"a {'Hugging Face' if to == 'hf' else to} checkpoint stores whole tensors",
+            equation=f"--to {to} with {flags}",
             hint=f"leave out {flags}, or write --to megatron",
         )
     return Geometry(**values) if values else None

@@ -40,7 +40,7 @@ def plan(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TO", help="hf or megatron; with --model a layout."),
+        typer.Option("--to", metavar="TO", help="hf, megatron or native; with --model a layout."),
     ] = None,
     model: Annotated[
         Path | None,

@@ -113,7 +113,7 @@ def prepare(
 
     Args:
         src: The source folder, or one safetensors file.
-        to: The target's format, ``"hf"`` or ``"megatron"``.
+        to: The target's format, ``"hf"``, ``"megatron"`` or ``"native"``.
         config: The model's Hugging Face config; by default the one in the source.
         geometry: Of the Megatron job that the target is cut for.
         dtype: Convert all weights to this dtype, rounding where it is narrower.
@@ -239,10 +239,10 @@ def _carry_out(
                     progress=tell,
                 )
                 _check_unchanged(job, identity)
-                if digests:
+                if digests and job.target.format != "native":  # which has digests of its own
                     digest.write_sidecar(staging.data, _digests(manifest, journal, workers))
-                _write_beside(job, staging.data, fsync=fsync)
-                job.target.finish(manifest, _checksums(manifest, journal), fsync=fsync)
+                config = _write_beside(job, staging.data, fsync=fsync)
+                job.target.finish(manifest, _facts(manifest, journal), config=config, fsync=fsync)
         staging.publish(fsync=fsync)
     return resumed
 
@@ -324,18 +324,17 @@ def _digests(manifest: Manifest, journal: Journal, workers: int) -> dict[str, st
     }
 
 
-def _checksums(manifest: Manifest, journal: Journal) -> dict[Extent, int]:
-    found: dict[Extent, int] = {}
-    for key, tensor in manifest.tensors.items():
-        for i, extent in enumerate(tensor.extents):
-            facts = journal.done.get((key, i), {})
-            if "crc32" in facts:
-                found[extent] = int(facts["crc32"])
-    return found
+def _facts(manifest: Manifest, journal: Journal) -> dict[Extent, Mapping[str, Any]]:
+    """The checksums of each extent, as they were taken on the way."""
+    return {
+        extent: journal.done.get((key, i), {})
+        for key, tensor in manifest.tensors.items()
+        for i, extent in enumerate(tensor.extents)
+    }
 
 
-def _write_beside(job: Job, folder: Path, *, fsync: bool) -> None:
-    """The config that describes the weights, and what belongs to a model beside them."""
+def _write_beside(job: Job, folder: Path, *, fsync: bool) -> dict[str, Any]:
+    """The config that describes the weights, and what belongs to a model beside them; the config."""
     config = dict(job.source.config)
     dtypes = {spec.dtype for spec in job.target.specs}
     if len(dtypes) == 1:
@@ -346,3 +345,4 @@ def _write_beside(job: Job, folder: Path, *, fsync: bool) -> None:
         path = job.source.manifest.root / name
         if path.is_file() and not path.is_symlink():
             shutil.copyfile(path, folder / name)
+    return config

@@ -23,7 +23,7 @@ from shardweave.models import Model, from_config
 from shardweave.store import native, safetensors, torch_dist
 from shardweave.store.manifest import Manifest, StoredTensor
 
-FORMATS = ("hf", "megatron")
+FORMATS = ("hf", "megatron", "native")
 """The formats that can be read and written, by the names that commands use."""
 
 _NOT_WEIGHTS: Mapping[str, tuple[str, ...]] = {

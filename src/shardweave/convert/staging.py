@@ -34,7 +34,7 @@ from shardweave.errors import ExistsError, FormatError, JournalError, PathError
 
 FOLDER = ".shardweave"
 _IDENTITY, _READY, _CLEARED, _LOCK = "identity.json", "ready.json", "cleared", "lock"
-_LAST = (".metadata", "model.safetensors.index.json", "model.safetensors")
+_LAST = (".metadata", "shardweave.manifest", "model.safetensors.index.json", "model.safetensors")
 """What makes a reader see a checkpoint, in any format; moved away first and published last."""
 
 

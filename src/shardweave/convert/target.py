@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardweave import __version__
 from shardweave.convert.source import FORMATS, Checkpoint
 from shardweave.dialects import hf, megatron
 from shardweave.errors import DtypeError, GeometryError
 from shardweave.layout import Layout, Tensor
 from shardweave.models import Model
-from shardweave.store import safetensors, torch_dist_write, torch_save
+from shardweave.store import native_files, safetensors, torch_dist_write, torch_save
 from shardweave.store.manifest import Extent, Manifest, TensorSpec
+from shardweave.store.native_manifest import About
 
 _EMPTY = torch_save.stream([None])
 """An object without a value, as Megatron stores the extra state of a module that has none."""
@@ -24,7 +26,7 @@ class Target:
     """What to write.
 
     Attributes:
-        format: ``"hf"`` or ``"megatron"``.
+        format: ``"hf"``, ``"megatron"`` or ``"native"``.
         layout: Which array holds what; the arrays of rank 0.
         specs: The arrays, with the boxes that they are stored in.
         max_file_bytes: Where files end.
@@ -41,16 +43,30 @@ class Target:
         """Lay out the files in an empty folder."""
         if self.format == "hf":
             return safetensors.allocate(root, self.specs, max_file_bytes=self.max_file_bytes)
+        if self.format == "native":
+            return native_files.allocate(root, self.specs, max_file_bytes=self.max_file_bytes)
         records = {"objects": dict.fromkeys(self.objects, _EMPTY)}
         return torch_dist_write.allocate(
             root, self.specs, records=records, max_file_bytes=self.max_file_bytes
         )
 
-    def finish(self, manifest: Manifest, checksums: Mapping[Extent, int], *, fsync: bool) -> None:
-        """Seal the files."""
+    def finish(
+        self,
+        manifest: Manifest,
+        facts: Mapping[Extent, Mapping[str, Any]],
+        *,
+        config: Mapping[str, Any],
+        fsync: bool,
+    ) -> None:
+        """Seal the files, with the checksums of each extent and the config that describes the weights."""
         if self.format == "hf":
             safetensors.finish(manifest, fsync=fsync)
+        elif self.format == "native":
+            digests = {extent: bytes.fromhex(one["xxh3_128"]) for extent, one in facts.items()}
+            about = About(config=config, software=f"shardweave {__version__}")
+            native_files.finish(manifest, digests, about, fsync=fsync)
         else:
+            checksums = {extent: int(one["crc32"]) for extent, one in facts.items() if "crc32" in one}
             torch_dist_write.finish(manifest, checksums, fsync=fsync)
 
 
@@ -86,7 +102,7 @@ def target(
     Args:
         source: What is converted.
         to: The format.
-        geometry: Of a Megatron target. A Hugging Face target has none, and refuses one.
+        geometry: Of a Megatron target. Other targets have none, and refuse one.
         dtype: Store all weights in this dtype; by default in the source's.
         stacked_experts: Whether a Hugging Face target stores the experts of a layer as one array.
         max_file_bytes: Start another file where one would grow beyond this.
@@ -100,12 +116,18 @@ def target(
     model = source.model
     chunks: Mapping[str, tuple[megatron.Shard, ...]] = {}
     objects: tuple[str, ...] = ()
-    if to == "hf":
+    if to != "megatron":
         if geometry is not None:
             raise GeometryError(
-                "a Hugging Face checkpoint stores whole tensors",
-                equation=f"to=hf with {geometry}",
+                f"a {'Hugging Face' if to == 'hf' else to} checkpoint stores whole tensors",
+                equation=f"to={to} with {geometry}",
                 hint="leave out --tp, --pp, --ep and the like, or convert --to megatron",
+            )
+        if stacked_experts and to != "hf":
+            raise GeometryError(
+                "only a Hugging Face checkpoint stores the experts of a layer as one array",
+                equation=f"to={to} with stacked_experts(True)",
+                hint="leave it out: each expert has its own key",
             )
         layout = hf.layout(model, stacked_experts=stacked_experts)
     else:
