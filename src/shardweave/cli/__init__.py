@@ -14,7 +14,7 @@ import typer
 from typer.main import get_command
 
 from shardweave import __version__
-from shardweave.cli import check, convert, diff, plan, probe, refit, show, tokenize, train
+from shardweave.cli import check, convert, diff, lint, plan, probe, refit, show, tokenize, train
 from shardweave.cli.common import USAGE, App, Verb, print_error
 
 __all__ = ["app", "main"]
@@ -39,6 +39,7 @@ app.command(cls=Verb, context_settings=train.ANY_SETTING)(train.train)
 app.command(cls=Verb, context_settings=train.ANY_SETTING)(train.evaluate)
 app.command(cls=Verb)(tokenize.tokenize)
 app.add_typer(refit.refit)
+app.add_typer(lint.lint)
 
 
 def _version(wanted: bool) -> None:

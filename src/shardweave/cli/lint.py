@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from shardweave.cli.common import App
+from shardweave.cli import lint_paired
+from shardweave.cli.common import App, Verb
 
 __all__ = ["lint"]
 
@@ -17,3 +18,4 @@ lint = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # Verbs hang themselves in here: lint.command(cls=Verb)(groups).
+lint.command(cls=Verb)(lint_paired.paired)
