@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -576,6 +578,38 @@ def test_a_full_disk_of_one_process_is_told_to_all(tmp_path: Path) -> None:
     assert said[0].startswith("WriteError") and "rank 2" in said[0]
     assert [step for step, _ in native.complete_steps(tmp_path / "run")] == [1]
     assert native.read(tmp_path / "run").records["about"].step == 1
+
+
+def killed_while_it_writes(rank: int, *, folder: Path) -> str:
+    store = FileStore(str(folder / "store"), 4)
+    model = from_config(CONFIG)
+    layout = layout_of(PARALLEL, model)
+    arrays = tensors_of(wanted_of(layout, truth(model, torch.bfloat16))[rank], "bfloat16")
+    exchange = through_store(store, rank=rank, size=4, timeout_s=8)
+    one = saver(folder / "run", rank=rank, exchange=exchange)
+    one.save(weights_of(layout, rank, arrays), About(step=1))
+    if rank == 1:
+        real = os.fsync
+
+        def kill(descriptor: int) -> None:
+            real(descriptor)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fsync = kill
+    try:
+        one.save(weights_of(layout, rank, arrays), About(step=2), in_background=True)
+        one.wait()
+    except ShardweaveError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    ended = workers.run(killed_while_it_writes, range(4), folder=tmp_path)
+    assert ended[1].exit_code == -signal.SIGKILL
+    assert {ended[rank].value for rank in (0, 2, 3)} == {"TransportTimeoutError"}
+    assert native.latest(tmp_path / "run") == tmp_path / "run" / "step-00000001"
+    assert native.verify(native.read(tmp_path / "run")) > 0
 
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long() -> None:
