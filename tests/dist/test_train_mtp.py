@@ -22,6 +22,7 @@ import torch
 import workers
 from plain_decoder import objective as plain_objective
 from torch import Tensor
+from torch.distributed import HashStore
 from train_cells import Cell
 from train_matrix import ADAM, BALANCE, MAX_NORM, ROUTER_Z, relative
 from train_ranks import CONFIG, assembled, documents_of, fill, full_weights, parts_of, runtime_of
@@ -30,15 +31,18 @@ from shardweave.errors import ModelError
 from shardweave.train import loss, mtp, step
 from shardweave.train.batch import Local, Microbatch, local, microbatch
 from shardweave.train.gradients import check_replicas, measure, reduce_plan, sum_gradients
+from shardweave.train.grid import connect
 from shardweave.train.maths import maths
 from shardweave.train.optimizer import Optimizer, decayed
-from shardweave.train.runtime import Runtime
+from shardweave.train.parallel import Parallel
+from shardweave.train.runtime import Runtime, build, group_plan
 from shardweave.train.sequence import IGNORE
 from shardweave.train.step import Objective, evaluate, forward_backward
 
 pytestmark = pytest.mark.timeout(300)
 
 DEPTH, WEIGHT, BOUND = 2, 0.3, 1e-12
+HEADS = ("model.layers.5.", "model.layers.6.")
 WHAT = Objective(balance=BALANCE, router_z=ROUTER_Z, mtp=WEIGHT)
 SPARSE = CONFIG
 DENSE_TIED = {**CONFIG, "mlp_only_layers": [2, 4], "tie_word_embeddings": True}
@@ -469,3 +473,15 @@ def test_heads_are_given_once_and_not_less_than_none() -> None:
         mtp.with_heads(plain, -1)
     with pytest.raises(ModelError, match=r"heads\(2\) != 0"):
         mtp.with_heads(mtp.with_heads(plain, 2), 1)
+
+
+def test_without_a_weight_the_model_is_the_one_without_heads() -> None:
+    found = []
+    for depth in (0, DEPTH):
+        groups = connect(group_plan(Parallel()), rank=0, store=HashStore())
+        runtime = build(SPARSE, parallel=Parallel(), groups=groups, seed=7, mtp=depth)
+        batches = batches_for(cell(), 0)
+        found.append(forward_backward(runtime, batches, replace(WHAT, mtp=0.0)).report)
+        heads = {name for name, weight in runtime.weights.items() if weight.grad is None}
+        assert heads == {name for name in runtime.weights if name.startswith(HEADS)}
+    assert found[0] == found[1] and set(found[0].means) == {"loss", "balance", "router_z"}

@@ -61,7 +61,7 @@ def model_of(
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe import moe_utils
@@ -103,6 +103,9 @@ def model_of(
     spec = get_gpt_layer_local_spec(
         num_experts=sizes.get("num_moe_experts"), qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
+    further = {}
+    if config.mtp_num_layers:
+        further = {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)}
     chunks = [
         GPTModel(
             config=config,
@@ -115,6 +118,7 @@ def model_of(
             position_embedding_type="rope",
             rotary_base=rotary_base,
             vp_stage=stage,
+            **further,
         )
         for stage in ([None] if vpp is None else range(vpp))
     ]
