@@ -3,10 +3,12 @@ elements, and a run that is run again has the same bits."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import plain_decoder
 import pytest
@@ -18,6 +20,7 @@ from train_ranks import CONFIG, Held, as_numpy, assembled
 
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import Microbatch, microbatch
+from shardweave.train.decoder import View, view
 from shardweave.train.gradients import reduce_plan, sum_gradients
 from shardweave.train.grid import connect
 from shardweave.train.layout import Layout
@@ -26,6 +29,9 @@ from shardweave.train.parallel import Parallel
 from shardweave.train.random import uniform
 from shardweave.train.runtime import Runtime, begun, build, evaluated, group_plan, layout_of
 from shardweave.train.step import evaluate, forward_backward
+
+# The first test that asks for them runs all ranks.
+pytestmark = pytest.mark.timeout(240)
 
 SEED, STEP, DROPOUT, EXACT = 11, 3, 0.1, 1e-12
 # Weights so large that what is dropped is seen in the loss.
@@ -84,6 +90,27 @@ def test_every_layout_begins_with_the_bits_of_one_process(name: str) -> None:
     drawn = [values for values in one.values() if values.dim() == 2]
     assert len({values.flatten()[0].item() for values in drawn}) == len(drawn)
     assert torch.cat([values.flatten() for values in drawn]).std().item() == pytest.approx(0.25, rel=0.02)
+
+
+def test_numbers_by_the_place_on_a_rank_would_be_seen() -> None:
+    """Of one process they would be as good as ours."""
+
+    def by_place(into: Tensor, held: Any, *, seed: int, quantile: Any) -> None:
+        index = torch.arange(into.numel()).reshape(into.shape)
+        with torch.no_grad():
+            into.copy_(torch.from_numpy(quantile(uniform(seed, held.name, index).numpy())))
+
+    with patch("shardweave.train.runtime.init", by_place):
+        one = begin(Parallel(), None, MODEL)
+        found = begin(Parallel(pp=2, tp=2, ep=2), None, MODEL)
+    wrong = {
+        key.rpartition("layers.")[2] for key, values in one.items() if not torch.equal(found[key], values)
+    }
+    assert {
+        "model.embed_tokens.weight",
+        "1.self_attn.q_proj.weight",
+        "1.mlp.experts.7.up_proj.weight",
+    } <= wrong
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -263,7 +290,6 @@ def truths() -> dict[float, Truth]:
     return {share: plain(share) for share in (0.0, DROPOUT)}
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_same_elements_are_dropped_at_every_layout(
     name: str, runs: dict[str, dict[int, list[Run]]], truths: dict[float, Truth]
@@ -290,6 +316,21 @@ def test_what_is_dropped_is_seen(truths: dict[float, Truth], runs: dict[str, dic
         forward_backward(runtime, job.batches[0], step=step).report.loss for step in (STEP, STEP + 1)
     )
     assert first == runs["one"][0][0].losses[0] and abs(second - first) > 1e-3
+
+
+def test_dropout_by_slot_would_be_seen(truths: dict[float, Truth]) -> None:
+    """It is as good as ours on one process, and another at each layout."""
+
+    def by_slot(*given: Any, **more: Any) -> View:
+        seen = view(*given, **more)
+        return replace(seen, tokens=seen.own.slots)
+
+    losses = []
+    with patch("shardweave.train.step.view", by_slot):
+        for name in ("one", "one, documents moved"):
+            runtime = runtime_of(JOBS[name], 0, HashStore())
+            losses.append(forward_backward(runtime, JOBS[name].batches[0], step=STEP).report.loss)
+    assert min(abs(a - b) for a, b in itertools.combinations([*losses, truths[DROPOUT].loss], 2)) > 1e-3
 
 
 @pytest.mark.parametrize("name", JOBS)
