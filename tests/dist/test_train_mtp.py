@@ -28,6 +28,7 @@ from train_matrix import ADAM, BALANCE, MAX_NORM, ROUTER_Z, relative
 from train_ranks import CONFIG, assembled, documents_of, fill, full_weights, parts_of, runtime_of
 
 from shardweave.errors import ModelError
+from shardweave.layout import prove
 from shardweave.train import loss, mtp, step
 from shardweave.train.batch import Local, Microbatch, local, microbatch
 from shardweave.train.gradients import check_replicas, measure, reduce_plan, sum_gradients
@@ -35,13 +36,14 @@ from shardweave.train.grid import connect
 from shardweave.train.maths import maths
 from shardweave.train.optimizer import Optimizer, decayed
 from shardweave.train.parallel import Parallel
-from shardweave.train.runtime import Runtime, build, group_plan
+from shardweave.train.runtime import Runtime, build, group_plan, layout_of
 from shardweave.train.sequence import IGNORE
 from shardweave.train.step import Objective, evaluate, forward_backward
 
 pytestmark = pytest.mark.timeout(300)
 
 DEPTH, WEIGHT, BOUND = 2, 0.3, 1e-12
+NUM_MICROBATCHES = 3
 HEADS = ("model.layers.5.", "model.layers.6.")
 WHAT = Objective(balance=BALANCE, router_z=ROUTER_Z, mtp=WEIGHT)
 SPARSE = CONFIG
@@ -78,8 +80,12 @@ def documents() -> tuple[list[list[Tensor]], list[list[Tensor]]]:
 
 
 def batches_for(of: Cell, data: int) -> list[Microbatch]:
-    """The microbatches of a data rank."""
-    ids, masks = (each[data :: of.dp] for each in documents())
+    """The three microbatches of a data rank, twice as large where there is one data rank."""
+    each = documents()
+    if of.dp == 1:
+        ids, masks = ([a + b for a, b in zip(some[::2], some[1::2], strict=True)] for some in each)
+    else:
+        ids, masks = (some[data::2] for some in each)
     return [
         microbatch(some, kept, form=of.form, cp=of.cp, tp=of.tp)
         for some, kept in zip(ids, masks, strict=True)
@@ -317,7 +323,7 @@ def counted_as(count: Callable[[Runtime, loss.Term, int], float], runtime: Runti
 def mean_of_means(runtime: Runtime, term: loss.Term, count: int) -> float:
     """Each rank's and microbatch's mean, averaged over them."""
     parallel = runtime.parallel
-    return max(int(term.count), 1) * parallel.tp * parallel.cp * len(documents()[0])
+    return max(int(term.count), 1) * parallel.tp * parallel.cp * NUM_MICROBATCHES
 
 
 def less_by_cp(runtime: Runtime, term: loss.Term, count: int) -> float:
@@ -485,3 +491,27 @@ def test_without_a_weight_the_model_is_the_one_without_heads() -> None:
         heads = {name for name, weight in runtime.weights.items() if weight.grad is None}
         assert heads == {name for name in runtime.weights if name.startswith(HEADS)}
     assert found[0] == found[1] and set(found[0].means) == {"loss", "balance", "router_z"}
+
+
+@pytest.mark.parametrize("config", [SPARSE, DENSE_TIED], ids=["sparse", "dense, tied"])
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(pp=4), Parallel(tp=2, cp=2, pp=2, ep=4), Parallel(tp=2, dp=2, pp=2, vp=2, ep=2, etp=2)],
+    ids=lambda parallel: str(parallel.mesh),
+)
+def test_heads_and_an_embedding_are_on_the_last_stage(config: dict[str, Any], parallel: Parallel) -> None:
+    layout = layout_of(config, parallel, mtp=DEPTH)
+    prove(layout)
+    for rank in layout.mesh.ranks:
+        stage = parallel.mesh.coordinate(rank)["pp"]
+        arrays = reduce_plan(layout, rank).arrays
+        is_last = stage == parallel.pp - 1
+        assert any(name.startswith(HEADS) for name in arrays) == is_last
+        embedding = arrays.get("model.embed_tokens.weight")
+        assert (embedding is not None) == (is_last or stage == 0)
+        if embedding is not None:
+            ends = [parallel.mesh.coordinate(other)["pp"] for other in embedding.ends]
+            assert ends == [0, parallel.pp - 1]
+        if is_last:
+            stages = layout.mesh.where({"pp": stage})
+            assert arrays["model.layers.6.eh_proj.weight"].over == tuple(stages.tolist())
