@@ -42,6 +42,7 @@ class Scene:
     cell: Cell
     lengths: tuple[tuple[tuple[int, ...], ...], ...]
     mtp: int = 0
+    logprobs: bool = True
 
     @property
     def config(self) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def _cell(form: str, *, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1, mask
 PACKED = Scene(_cell("thd", cp=2, dp=2, ep=2), (((7, 5), (11,)), ((3, 6), (9, 2))))
 ONE = dataclasses.replace(PACKED, cell=_cell("thd", cp=2, dp=2, ep=2, mask="one"))
 ROWS = Scene(_cell("bshd", cp=2, pp=2), (((16, 16), (16, 16)),))
+UNKEPT = Scene(_cell("bshd", cp=2, dp=2), (((16, 16), (16, 16)),) * 2, logprobs=False)
 STAGES = Scene(_cell("thd", pp=4), (((7,),) * 5,))
 AHEAD = dataclasses.replace(PACKED, mtp=1)
 
@@ -140,6 +142,21 @@ def whole_rows() -> AbstractContextManager[Any]:
         assert alone.padded == batch.layout.padded
         whole = local(dataclasses.replace(batch, layout=alone), 0)
         return dataclasses.replace(whole, layout=batch.layout)
+
+    return _local(change)
+
+
+def whole_rows_for_parts() -> AbstractContextManager[Any]:
+    """As it was reported without a pipeline: rows pass for parts of rows that are longer by cp."""
+
+    def change(part: Local, batch: Microbatch) -> Local:
+        alone = dataclasses.replace(batch.layout, cp=1)
+        longer = dataclasses.replace(
+            batch.layout, lengths=tuple(batch.layout.cp * n for n in batch.layout.lengths)
+        )
+        whole = local(dataclasses.replace(batch, layout=alone), 0)
+        positions = torch.from_numpy(longer.local(longer.positions, part.cp_rank))
+        return dataclasses.replace(whole, layout=longer, positions=positions)
 
     return _local(change)
 
@@ -419,10 +436,22 @@ FAULTS = {
     "1": Fault("Megatron-LM #5617", "rows reach the layers whole", ROWS, whole_rows),
     "1b": Fault("Megatron-LM #5617", "labels reach the loss whole", ROWS, whole_labels),
     "1c": Fault(
+        "Megatron-LM #5617",
+        "rows pass for parts of longer ones, and no log-probabilities are put together",
+        UNKEPT,
+        whole_rows_for_parts,
+    ),
+    "1d": Fault(
         "Megatron-LM #5661",
         "a packed row is cut as one document, and put together as several",
         PACKED,
         zigzag_of_the_row,
+    ),
+    "1e": Fault(
+        "Megatron-LM #5617",
+        "rows pass for parts of longer ones",
+        dataclasses.replace(UNKEPT, logprobs=True),
+        whole_rows_for_parts,
     ),
     "2": Fault("Megatron-LM #7513", "what is differentiated is a mean on each rank", ONE, count_of_this_rank),
     "2b": Fault("Megatron-LM #7513", "a loss returns a mean", ONE, ExitStack, {"loss": mean_of_rank}),
@@ -467,4 +496,6 @@ FAULTS = {
 }
 """By their number in the list of reports; a letter is another way of the same."""
 
-SCENES = {str(scene.cell) + " ahead" * scene.mtp: scene for scene in (PACKED, ONE, ROWS, STAGES, AHEAD)}
+SCENES = {
+    str(scene.cell) + " ahead" * scene.mtp: scene for scene in (PACKED, ONE, ROWS, UNKEPT, STAGES, AHEAD)
+}
