@@ -9,6 +9,8 @@ __all__ = ["CODES", "Absent", "Finding", "Report"]
 
 CODES: Mapping[str, str] = {
     "SW001": "file that cannot be read or is no Python",
+    "SW002": "comment for shardweave without a reason, or not understood",
+    "SW003": "comment that allows what is not there",
     "SW101": "accessor of a global process group",
     "SW102": "predicate that reads a global process group",
     "SW103": "collection built from global process groups",

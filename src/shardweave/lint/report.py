@@ -245,6 +245,7 @@ FORMATS: Mapping[str, Callable[[Report], str]] = {
     "github": as_github,
     "gitlab": as_gitlab,
     "junit": as_junit,
+    "stats": as_stats,
     "markdown": as_markdown,
 }
 """Forms by the names that a command may give them."""
