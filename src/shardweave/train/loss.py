@@ -197,7 +197,7 @@ def term(loss: Loss, tokens: Tokens, *, name: str = "loss", weight: float = 1.0)
     the backward of a rank has collectives that others wait in.
 
     Raises:
-        PlanError: It did not return two numbers.
+        PlanError: It did not return two numbers, or its sum has no gradient and something counts.
     """
     found: Any = loss(tokens)
     is_pair = isinstance(found, tuple) and len(found) == 2
@@ -210,6 +210,13 @@ def term(loss: Loss, tokens: Tokens, *, name: str = "loss", weight: float = 1.0)
             hint="return (tokens.sum(values), tokens.count); the runtime divides",
         )
     summed, count = found
+    if tokens.logprobs.requires_grad and not summed.requires_grad and bool(count.any()):
+        raise PlanError(
+            "a loss has a gradient where tokens count",
+            where=f"term {name!r}",
+            equation=f"count({count.item()}) > 0, and the sum hangs on no log-probability",
+            hint="take the sum of values with gradient: no detach(), no item(), no no_grad()",
+        )
     return Term(name, summed.reshape(()) + tokens.logprobs.reshape(-1)[:0].sum(), count.detach(), weight)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardweave.errors import DtypeError, PlanError, UnknownNameError
 from shardweave.layout import Box
+from shardweave.train.agreement import check_update
 from shardweave.train.arrays import Held
 from shardweave.train.gradients import (
     Bucket,
@@ -176,6 +177,9 @@ class Optimizer:
         self.sharded, self.max_norm, self.count = sharded, max_norm, 0
         choose: Settings = (lambda name, shape: settings) if isinstance(settings, AdamW) else settings
         self._shards = tuple(self._shard(bucket, choose) for bucket in plan.buckets)
+        self._names: dict[AdamW, list[str]] = {}
+        for name, array in params.items():
+            self._names.setdefault(choose(name, tuple(array.shape)), []).append(name)
         self.reset_masters()
 
     def _shard(self, bucket: Bucket, choose: Settings) -> _Shard:
@@ -210,8 +214,14 @@ class Optimizer:
 
         Args:
             grads: What this rank contributes to the gradient of each array, by name; ``None`` for nothing.
+
+        Raises:
+            PlanError: Ranks do something else at this time, or update in another way; on all ranks, before
+                anything is changed.
         """
         device = next((p.device for p in self.params.values()), torch.device("cpu"))
+        common = {"sharded": self.sharded, "max_norm": self.max_norm, "update": self.count + 1}
+        check_update(self.groups, common=common, of_stage=self._said(), device=device)
         found = sum_gradients(grads, self.plan, self.groups, sharded=self.sharded, device=device)
         norm, zeros = measure(found, self.groups)
         if not math.isfinite(norm):
@@ -222,6 +232,12 @@ class Optimizer:
             self._update(shard, flat.mul_(scale) if scale < 1 else flat)
             self._share(shard)
         return Step(True, norm, zeros)
+
+    def _said(self) -> Iterator[str]:
+        """How arrays are updated next, as ranks compare it."""
+        for each, names in self._names.items():
+            rate, rest = each.rate(self.count + 1), (each.beta1, each.beta2, each.eps, each.weight_decay)
+            yield f"{rate}, {rest}: {names}"
 
     def _update(self, shard: _Shard, grad: Tensor) -> None:
         states = shard.states

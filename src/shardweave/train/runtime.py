@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shardweave.errors import GeometryError
 from shardweave.layout import Layout
-from shardweave.train.arrays import held_arrays
+from shardweave.train.arrays import Held, held_arrays
 from shardweave.train.decoder import Decoder
 from shardweave.train.grid import GroupPlan, Groups, plan_groups
 from shardweave.train.layout import train_layout
@@ -41,7 +42,7 @@ class Runtime:
         groups: Its groups.
         decoder: How it computes.
         layout: What every rank holds.
-        chunks: The layers of each stretch that this rank's stage has.
+        stages: The layers of each stretch of each stage.
         weights: What this rank holds, by name.
     """
 
@@ -51,8 +52,18 @@ class Runtime:
     groups: Groups
     decoder: Decoder
     layout: Layout
-    chunks: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[tuple[int, ...], ...], ...]
     weights: dict[str, Tensor]
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each stretch that this rank's stage has."""
+        return self.stages[self.parallel.mesh.coordinate(self.rank)["pp"]]
+
+    @cached_property
+    def held(self) -> dict[str, Held]:
+        """What the layout says of each weight."""
+        return held_arrays(self.layout, self.rank)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,10 +149,8 @@ def build(
         dropout=dropout,
         seed=seed or 0,
     )
-    stage = parallel.mesh.coordinate(groups.rank)["pp"]
-    return Runtime(
-        config, parallel, groups.rank, groups, decoder, layout, tuple(map(tuple, chunks[stage])), weights
-    )
+    stages = tuple(tuple(map(tuple, stage)) for stage in chunks)
+    return Runtime(config, parallel, groups.rank, groups, decoder, layout, stages, weights)
 
 
 def begun(

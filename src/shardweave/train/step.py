@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardweave.errors import PlanError
+from shardweave.train.agreement import check_step, named
 from shardweave.train.batch import Microbatch
 from shardweave.train.collectives import gather_parts, sum_all
 from shardweave.train.decoder import View, embedded, final, through, tokens_of, view
@@ -87,7 +87,8 @@ def forward_backward(
         step: The number of the step, for dropout.
 
     Raises:
-        PlanError: Ranks have different batches, or a batch is not one of this model's degrees.
+        PlanError, DtypeError, UnknownNameError: Ranks do not agree on the step, or one cannot take it; see
+            ``agreement.check_step``. Raised on all ranks, before anything is computed.
     """
     kind = "interleaved" if runtime.parallel.vp > 1 else "1f1b"
     return _run(runtime, batches, objective or Objective(), kind=kind, step=step, keep=False)
@@ -121,10 +122,11 @@ def _run(
     step: int,
     keep: bool,
 ) -> Stepped:
+    common = {"step": step, **vars(objective), "loss": named(objective.loss), "keep_logprobs": keep}
+    check_step(runtime, batches, kind="evaluate" if kind == "forward" else "forward_backward", common=common)
     decoder = replace(runtime.decoder, balance=bool(objective.balance))
     parallel, groups = runtime.parallel, runtime.groups
     everybody, stage, pp = (groups.get(GRID, name) for name in ("all", "replicas", "pp"))
-    check_batches(runtime, batches)
     views = [view(decoder, batch, dtype=runtime.dtype, step=step) for batch in batches]
     depth = decoder.maths.depth if objective.mtp else 0
     heads = [ahead(decoder, batch, seen, depth) for batch, seen in zip(batches, views, strict=True)]
@@ -170,54 +172,6 @@ def _run(
     per_expert = sum_all(_per_expert(routed, decoder.maths.num_experts), group=everybody)
     kept = tuple(_whole(runtime, batch, found.get(i)) for i, batch in enumerate(batches)) if keep else None
     return Stepped(values, kept, tuple(per_expert.tolist()))
-
-
-def check_batches(runtime: Runtime, batches: Sequence[Microbatch]) -> None:
-    """Refuse batches that are not of this model's degrees, or that ranks do not agree on; on every rank
-    alike.
-
-    Raises:
-        PlanError: As above.
-    """
-    parallel, everybody = runtime.parallel, runtime.groups.get(GRID, "all")
-    wrong = any((b.layout.cp, b.layout.tp) != (parallel.cp, parallel.tp) for b in batches)
-    told = torch.tensor([len(batches), wrong, *_content(batches)])
-    rows = torch.stack(gather_parts(told, group=everybody)).tolist()
-    if any(row[1] for row in rows):
-        bad = [everybody.ranks[i] for i, row in enumerate(rows) if row[1]]
-        raise PlanError(
-            "a microbatch is cut over the degrees of its model",
-            where=f"ranks {bad}",
-            equation=f"its SequenceLayout has other degrees than cp={parallel.cp}, tp={parallel.tp}",
-            hint="make it with microbatch(..., cp=parallel.cp, tp=parallel.tp)",
-        )
-    if len({row[0] for row in rows}) > 1:
-        raise PlanError(
-            "all data ranks have equally many microbatches",
-            equation=f"microbatches by rank: {[row[0] for row in rows]}",
-            hint="pad with empty microbatches: experts are shared by ranks of different data",
-        )
-    data = runtime.parallel.mesh.columns["dp"]
-    for dp in range(parallel.dp):
-        held = {tuple(rows[i][2:]): everybody.ranks[i] for i in range(len(rows)) if data[i] == dp}
-        if len(held) > 1:
-            a, b = sorted(held.values())[:2]
-            raise PlanError(
-                "the ranks of one data rank work on the same tokens",
-                where=f"data rank {dp}",
-                equation=f"tokens of rank {a} != tokens of rank {b}",
-                hint="load a batch by its data rank, mesh.coordinate(rank)['dp'], not by the global rank",
-            )
-
-
-def _content(batches: Sequence[Microbatch]) -> list[int]:
-    """Two numbers that differ where layouts, tokens or masks do."""
-    layouts = int("".join(batch.layout.digest for batch in batches) or "0", 16) % (1 << 61)
-    weights = [
-        int((batch.ids * torch.arange(1, len(batch.ids) + 1)).sum()) * 2 + int(batch.mask.sum())
-        for batch in batches
-    ]
-    return [layouts, sum(weight * (i + 1) for i, weight in enumerate(weights)) % (1 << 61)]
 
 
 def _counts(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import queue
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -165,7 +166,8 @@ def _encode(error: BaseException, rank: int) -> bytes:
         )
     # A class of the caller's is said as the one of this package that it comes from.
     name = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
-    is_named = error.where == f"rank {rank}" or error.where.startswith(f"rank {rank},")
+    # What ranks agreed on names its rank already, or all of them; whoever reports it first is no matter.
+    is_named = re.match(r"all ranks\b|ranks? \d", error.where) is not None
     where = error.where if is_named else f"rank {rank}" + (f", {error.where}" if error.where else "")
     parts = (
         part.encode(errors="replace").decode() for part in (error.rule, where, error.equation, error.hint)
