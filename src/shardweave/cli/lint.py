@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shardweave.cli import lint_paired
+from shardweave.cli import lint_groups, lint_paired
 from shardweave.cli.common import App, Verb
 
 __all__ = ["lint"]
@@ -17,5 +17,5 @@ lint = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Verbs hang themselves in here: lint.command(cls=Verb)(groups).
+lint.command(cls=Verb)(lint_groups.groups)
 lint.command(cls=Verb)(lint_paired.paired)
