@@ -83,7 +83,7 @@ class Tree:
         if not attrs:
             return (module,)
         facts = self.facts_of(source)
-        if facts is None:
+        if facts is None or (if_there and not self._offers(module, attrs[0], depth)):
             return ()
         for count in range(len(attrs), 0, -1):
             key = ".".join(attrs[:count])

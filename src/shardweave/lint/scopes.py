@@ -573,6 +573,9 @@ class Reader:
             inner = inner.value
         if isinstance(inner, ast.Name):
             self.note(func, "call", node, chain)
+        elif isinstance(func, ast.NamedExpr):
+            self.walrus(func)
+            self.note(func, "call", node, chain)
         elif isinstance(func, ast.Call) and getattr_name(func) is not None:
             self.by_name(func, "getattr", called=node, chain=chain)
         else:

@@ -141,16 +141,15 @@ class Search:
             if self.targets
             else rb"(?!)"
         )
-        dynamic = re.compile(
-            rb"getattr\(\s*\w*(?:" + b"|".join(s.encode() for s in sorted(self.state)) + rb")"
-        )
+        state = b"|".join(word.encode() for word in sorted(self.state))
+        imported = re.compile(rb"^[ \t]*(?:from|import)\b[^\n]*\b(?:" + state + rb")\b", re.MULTILINE)
         owned = re.compile(rb"hasattr\(|\.\w+ = ")
         owners = [name.encode() for c in self.collections for name in (*c.owners, c.cls.rpartition(".")[2])]
         for source in self.sources:
             text = source.text
             if (
                 words.search(text)
-                or (self.targets and dynamic.search(text))
+                or (self.targets and _COMPUTED.search(text) and imported.search(text))
                 or (self.collectives and b"distributed" in text and _COLLECTIVE.search(text))
                 or (any(owner in text for owner in owners) and owned.search(text))
             ):
@@ -176,18 +175,21 @@ class Search:
         """
         hidden: dict[str, str] = {}
         carriers: set[str] = set()
-        done: set[str] = set()
         while True:
-            for source in self.sources:
-                facts = self.facts.get(source.place)
-                if facts is None or self.is_definition(source):
-                    continue
-                if source.place not in done:
-                    done.add(source.place)
-                    for key, values in facts.exports.items():
-                        name = key.rpartition(".")[2]
-                        if not first.fullmatch(name) and any(self.leads(v, source, first) for v in values):
-                            carriers.add(name)
+            before = -1
+            while before != len(carriers):
+                before = len(carriers)
+                for source in self.sources:
+                    facts = self.facts.get(source.place)
+                    if facts is not None and not self.is_definition(source):
+                        for key, values in facts.exports.items():
+                            name = key.rpartition(".")[2]
+                            if (
+                                name not in carriers
+                                and not first.fullmatch(name)
+                                and any(self.leads(value, source, first, carriers) for value in values)
+                            ):
+                                carriers.add(name)
             grew = True
             while grew:
                 grew = False
@@ -207,10 +209,10 @@ class Search:
             if not self.read_with(name for name in carriers if not name.startswith("__")):
                 return hidden, carriers
 
-    def leads(self, value: str, source: Source, first: re.Pattern[str]) -> bool:
-        """Whether a value is an accessor under its own name."""
+    def leads(self, value: str, source: Source, first: re.Pattern[str], words: set[str]) -> bool:
+        """Whether a value is an accessor, under whatever name."""
         last = re.split("[.:]", value)[-1]
-        return bool(first.fullmatch(last)) and any(
+        return bool(last in words or first.fullmatch(last)) and any(
             self.match(dotted) is not None for dotted in self.tree.resolve(value, source)
         )
 
@@ -385,6 +387,7 @@ class Search:
                           use.qualname, name, kind, hint)  # fmt: skip
 
 
+_COMPUTED = re.compile(rb"getattr\([^,\n]+,\s*(?![\"'])")
 _HINT = "take the group as an argument"
 _NAMES = sorted({*COLLECTIVES, *QUERIES, "WORLD", "_get_default_group", "default_pg"}, key=len, reverse=True)
 _COLLECTIVE = re.compile(rb"\b(?:" + "|".join(_NAMES).encode() + rb")\b")
