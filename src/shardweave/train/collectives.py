@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from shardweave.errors import PlanError, TransportError
+from shardweave.layout.layout import format_ranks
 from shardweave.move import named_error
 from shardweave.train.grid import Group
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-_SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16
 """Sums of at most this size are taken by every rank of all parts: one round of messages, not two."""
 
 _MOST_PAIRS = 16
@@ -120,7 +121,7 @@ def sum_all(tensor: Tensor, *, group: Group) -> Tensor:
         with _named(group):
             group.comm.allreduce([found]).wait()
         return found
-    if tensor.nbytes <= _SMALL_BYTES:
+    if tensor.nbytes <= SMALL_BYTES:
         return _in_order(torch.stack(gather_parts(tensor, group=group)))
     flat = tensor.reshape(-1)
     width = -(-flat.numel() // group.size)
@@ -265,5 +266,5 @@ def _named(group: Group) -> Iterator[None]:
     except TransportError:
         raise  # of a group that is closed, which says so itself
     except RuntimeError as error:
-        where = f"rank {group.global_rank(group.rank)}, group {group.name} of {group.size} ranks"
+        where = f"rank {group.global_rank(group.rank)}, group {group.name} of {format_ranks(group.ranks, 8)}"
         raise named_error(error, where) from error

@@ -31,7 +31,8 @@ from shardweave.train.schedule import BACKWARD, FORWARD, Action, Message, Pipeli
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_DIMS = 6
-_WORDS = 7 + _MAX_DIMS
+HEADER_WORDS = 7 + _MAX_DIMS
+"""Numbers of a header."""
 _MAX_ROWS = 1 << 20
 
 
@@ -232,7 +233,7 @@ class _Mail:
                 header = torch.tensor(self._row(message), dtype=torch.int64, device=self._device)
                 tensor = self._out.pop((message.kind, message.microbatch, message.chunk))
             else:
-                header = torch.empty(_WORDS, dtype=torch.int64, device=self._device)
+                header = torch.empty(HEADER_WORDS, dtype=torch.int64, device=self._device)
                 tensor = _fresh(limit, self._device)
             posts.append((message, header, tensor))
         with self._named(messages[0]):
@@ -272,7 +273,7 @@ class _Mail:
             return
         for other in odd:
             self._check_rows(other, int(theirs[other][1]))
-        shapes = {other: torch.Size((int(theirs[other][1]), _WORDS)) for other in odd}
+        shapes = {other: torch.Size((int(theirs[other][1]), HEADER_WORDS)) for other in odd}
         found = self._swap({other: mine[other] for other in odd}, shapes)
         for other in odd:
             self._raise_unlike(other, mine[other].tolist(), found[other].tolist())
@@ -380,7 +381,8 @@ class _Mail:
                 "comparing messages"
                 if message is None
                 else f"{message.kind} of microbatch {message.microbatch}, chunk {message.chunk}, "
-                f"from stage {message.src} to stage {message.dst}"
+                f"from stage {message.src} to stage {message.dst}, "
+                f"ranks {self._pp.ranks[message.src]} and {self._pp.ranks[message.dst]}"
             )
             raise named_error(error, f"{_place(self._pp)}, {what}") from error
 
