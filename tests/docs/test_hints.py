@@ -21,6 +21,8 @@ FOREIGN = {
     "tie_weights": "transformers",
     "reshard": "torch",
     "from_local": "torch",
+    "detach": "torch",
+    "no_grad": "torch",
     "q": "a tensor in an example",
     "k": "a tensor in an example",
     **dict.fromkeys(dir(builtins), "Python"),
