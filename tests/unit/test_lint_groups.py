@@ -98,7 +98,8 @@ FORMS = {
     ),
     "global": f"def a():\n    global ps\n    from .. import parallel_state as ps\ndef b():\n    ps.{GET}()",
     "nonlocal": (
-        f"def a():\n    p = None\n    def b():\n        nonlocal p\n        from .. import parallel_state as p\n"
+        "def a():\n    p = None\n    def b():\n        nonlocal p\n"
+        f"        from .. import parallel_state as p\n"
         f"    b()\n    return p.{GET}()"
     ),
     "closure": f"def a():\n    from .. import parallel_state as p\n    def b():\n        return p.{GET}()",

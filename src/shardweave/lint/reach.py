@@ -92,7 +92,7 @@ class Names:
                     values = self.of_bindings(found, name)
                     if here.kind == "class" and not is_sure:
                         # Names of a class body that are not bound yet are looked up as globals.
-                        values = (*values, *self.lookup_global(name))
+                        values = (*values, *self.lookup_global(name, here, order))
                     return values
             # Comprehensions and class bodies run where they stand, functions later.
             if here.kind == "function":
@@ -102,9 +102,16 @@ class Names:
             here = here.parent
         return ()
 
-    def lookup_global(self, name: str) -> tuple[str, ...]:
-        """What a name of the module may be at its end."""
-        found, _ = reaching(self.top.bindings.get(name, []), None, self.top.block)
+    def lookup_global(self, name: str, scope: Scope, order: int) -> tuple[str, ...]:
+        """What a name of a class body may be in the module, at that time if no function is between."""
+        block, here = self.top.block, scope
+        now: int | None = order
+        while here.parent is not None:
+            block = here.block
+            now = None if here.kind == "function" else now
+            here = here.parent
+        bindings = [*self.top.bindings.get(name, ()), *self.top.bindings.get("*", ())]
+        found, _ = reaching(sorted(bindings), now, block)
         return self.of_bindings(found, name)
 
     def of_bindings(self, bindings: Iterable[Binding], name: str) -> tuple[str, ...]:
