@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardweave.cli.common import FINDING
+from shardweave.cli.common import FINDING, stderr
 from shardweave.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["groups"]
 
 _BASELINE = "Baseline"
+_REWRITE = "Rewrite"
 
 
 def groups(
@@ -81,6 +82,22 @@ def groups(
             "--format", metavar="NAME", help="text, stats, json, sarif, github, gitlab, markdown or junit."
         ),
     ] = "text",
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="Replace reads where the group is at hand and cannot be unset. Needs shardweave[lint].",
+            rich_help_panel=_REWRITE,
+        ),
+    ] = False,
+    patch: Annotated[
+        bool,
+        typer.Option(
+            "--patch",
+            help="Print a patch to look through, with new keyword-only parameters. Nothing is written.",
+            rich_help_panel=_REWRITE,
+        ),
+    ] = False,
     cache_dir: Annotated[
         Path | None,
         typer.Option("--cache-dir", metavar="DIR", help="What files said, for the next run."),
@@ -123,11 +140,30 @@ def groups(
         )
     folder = None if no_cache else cache_dir or Path(config.cache or DEFAULT)
     report = check(looked, root=root, options=options, cache=folder)
+    if fix and _rewritten(report, root):
+        report = check(looked, root=root, options=options, cache=folder)
+    if patch:
+        from shardweave.lint import fix as fixing
+
+        sys.stdout.write(fixing.fix(report.findings, root=root, review=True).patch())
+        return
     file = baseline or (Path(config.baseline) if config.baseline else None)
     report = _judged(report, config, file, looked, begin=begin, update=update)
     sys.stdout.write(FORMATS[format](report))
     if report.new or (fail_on_slack and report.absent):
         raise typer.Exit(FINDING)
+
+
+def _rewritten(report: Report, root: Path) -> int:
+    """Replace what can be replaced safely; how many files changed."""
+    from shardweave.lint import fix as fixing
+
+    fixes = fixing.fix(report.findings, root=root)
+    count, done = fixing.write(fixes, root=root), len(fixes.done)
+    stderr().print(
+        f"{done} read{'s' * (done != 1)} replaced in {count} file{'s' * (count != 1)}, {len(fixes.left)} left"
+    )
+    return count
 
 
 def _judged(
