@@ -46,7 +46,7 @@ def groups(
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option("--ignore", metavar="CODE", help="Leave out codes that begin so. Default: SW203."),
+        typer.Option("--ignore", metavar="CODE", help="Leave out codes that begin so, and SW203."),
     ] = None,
     baseline: Annotated[
         Path | None,
@@ -86,7 +86,7 @@ def groups(
         bool,
         typer.Option(
             "--fix",
-            help="Replace reads where the group is at hand and cannot be unset. Needs shardweave[lint].",
+            help="Replace reads where the group is at hand and cannot be unset. Needs the extra lint.",
             rich_help_panel=_REWRITE,
         ),
     ] = False,
@@ -107,7 +107,7 @@ def groups(
     """Find reads of global process groups, and collectives on the default group.
 
     Names are followed through imports and other names to where they are
-    defined. Settings are read from [tool.shardweave.lint] of ./pyproject.toml.
+    defined. Settings are the table tool.shardweave.lint of ./pyproject.toml.
 
     Exits with 0 where nothing is new, with 1 where something is.
     """
@@ -129,7 +129,7 @@ def groups(
         presets=(*presets, *settings.own(config)),
         exclude=(*config.exclude, *(exclude or ())),
         select=settings.codes_named(select or config.select),
-        ignore=settings.codes_named(ignore or config.ignore) or Options().ignore,
+        ignore=(*settings.codes_named(ignore or config.ignore), *Options().ignore),
     )
     looked = paths or [Path(path) for path in config.paths]
     if not looked:

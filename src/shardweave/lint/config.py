@@ -38,14 +38,15 @@ def load(root: Path) -> Config:
     Raises:
         ConfigError: A setting is unknown or of another type, or the file is no TOML.
     """
-    import tomllib
-
     path = root / "pyproject.toml"
     try:
-        with path.open("rb") as file:
-            read = tomllib.load(file)
+        text = path.read_bytes()
     except FileNotFoundError:
         return Config()
+    import tomllib  # a run without settings is spared it
+
+    try:
+        read = tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             "pyproject.toml is TOML", where=str(path), equation=f"got {error}", hint="put it right"

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
-from xml.sax.saxutils import escape, quoteattr
 
 from shardweave import __version__
 from shardweave.lint.finding import CODES, Absent, Finding, Report
@@ -144,6 +143,8 @@ def as_gitlab(report: Report) -> str:
 
 def as_junit(report: Report) -> str:
     """JUnit XML: a failed test for each new finding, one that passes where there is none."""
+    from xml.sax.saxutils import escape, quoteattr  # it loads a client of HTTP, which takes longer than a run
+
     new = report.new
     suite = f"name={quoteattr(f'shardweave lint {report.tool}')} tests={quoteattr(str(max(1, len(new))))}"
     lines = [
@@ -163,6 +164,8 @@ def as_junit(report: Report) -> str:
 
 
 def _attribute(text: str) -> str:
+    from xml.sax.saxutils import quoteattr
+
     return quoteattr(one_line(text))
 
 
