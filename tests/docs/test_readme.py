@@ -19,6 +19,14 @@ PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMAND = re.compile(r"^\$ (shardweave .*)\n((?:(?!\$ |```).*\n)*)", re.MULTILINE)
 """A command in a block, and what the page shows of its output."""
 
+RUN = """
+model: {path: model, weights: model}
+data: {train: LICENSE, tokenizer: bytes}
+batch: {documents: 2, sequence_length: 32}
+optimizer: {schedule: constant}
+run: {steps: 2}
+"""
+
 
 @pytest.fixture
 def workplace(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +38,9 @@ def workplace(tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     (package / "__init__.py").touch()
     (package / "shard.py").write_text("def cut(x, rank, tp):\n    return x.chunk(tp)[rank]\n")
     seen_by_one_receiver(tmp_path / "refit.store")
+    shutil.copytree(data_dir / "hf_qwen3moe_tiny", tmp_path / "model")
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -57,5 +68,5 @@ def test_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert (code, capsys.readouterr().err.strip()) == (2 if shown else 0, shown.strip()), line
         ran.add(arguments[0])
         refused += bool(shown)
-    assert ran == {"convert", "plan", "check", "diff", "show", "probe", "refit"}
+    assert ran == {"convert", "plan", "check", "diff", "show", "probe", "refit", "train"}
     assert refused
