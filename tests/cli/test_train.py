@@ -216,6 +216,10 @@ def test_explain(sw: Run, run_file: Callable[..., Path], golden: Callable[..., N
     assert [stage["weight_bytes"] for stage in found["stages"]] == [
         8 * s["parameters"] for s in found["stages"]
     ]
+    # Two microbatches through two stages; the first stage sends the embedding's sums, the last one logits.
+    assert (round(found["bubble"], 12), found["imbalance"]) == (round(1 / 3, 12), 1.0)
+    sent = [stage["sent_bytes"] for stage in found["stages"]]
+    assert 0 < sent[0] < sent[1]
 
 
 def test_explain_of_a_large_world_starts_nothing(sw: Run, run_file: Callable[..., Path]) -> None:

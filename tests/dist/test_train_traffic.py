@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import workers
 from torch import Tensor
@@ -22,6 +23,9 @@ from train_ranks import CONFIG, batches_of, fill, full_weights, parallel_of, run
 from shardweave.errors import PlanError
 from shardweave.train import decoder, experts, linear
 from shardweave.train.blocks import blocks
+from shardweave.train.config import TrainConfig
+from shardweave.train.data import Loader, Parts
+from shardweave.train.explain import full_step
 from shardweave.train.gradients import reduce_plan
 from shardweave.train.optimizer import AdamW, Optimizer
 from shardweave.train.parallel import Parallel
@@ -30,7 +34,9 @@ from shardweave.train.routing import Choices
 from shardweave.train.runtime import GRID, Runtime
 from shardweave.train.schedule import plan_pipeline
 from shardweave.train.sequence import SequenceLayout
+from shardweave.train.settings import read
 from shardweave.train.step import Objective, forward_backward
+from shardweave.train.tokens import Tokens
 from shardweave.train.traffic import PARTS, Traffic, imbalance, traffic
 
 pytestmark = pytest.mark.timeout(240)
@@ -394,3 +400,30 @@ def test_work_is_what_blocks_compute(lengths: tuple[int, ...], order: str) -> No
             (n,) = lengths
             part = n // cp
             assert max(pairs) == part * (n - part) + part * (part + 1) // 2
+
+
+@pytest.mark.parametrize(
+    "batch", [{"microbatch": 3}, {"tokens": 50}, {"tokens": 5}, {"tokens": 64, "form": "bshd"}]
+)
+def test_a_full_step_is_what_a_loader_makes_of_full_documents(batch: dict[str, Any]) -> None:
+    said = {
+        "model": {"path": "a"},
+        "data": {"train": "a"},
+        "parallel": {"dp": 2, "cp": 2, "tp": 2},
+        "batch": {"documents": 14, "sequence_length": 15, **batch},
+    }
+    config, wrong = read(TrainConfig, said)
+    assert config is not None and not wrong
+    tokens = Tokens(np.zeros(15 * 14, np.int64), np.arange(1, 15) * 15)
+    loader = Loader(
+        Parts(tokens, sequence_length=15),
+        documents=14,
+        microbatch=config.batch.microbatch,
+        slots=config.batch.tokens,
+        dp=2,
+        dp_rank=1,
+        form=config.batch.form,
+        cp=2,
+        tp=2,
+    )
+    assert full_step(config) == [batch.layout for batch in loader.step(0)]

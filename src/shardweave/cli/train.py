@@ -332,13 +332,17 @@ def _explain(config: TrainConfig, *, as_json: bool) -> None:
             "mesh": str(found.mesh),
             "step": f"{plural(config.batch.documents, 'document')} of at most "
             f"{plural(config.batch.sequence_length, 'token')}, {found.microbatches}",
+            "full step": f"stages wait {found.bubble:.1%} of the time; attention on the busiest context rank "
+            f"is {found.imbalance:.2f} of the mean",
         }
     )
     console = stdout()
     console.print()
     console.print(str(found.groups), markup=False, soft_wrap=True)
     console.print()
-    shown = table(">stage", ">ranks", "layers", ">parameters a rank", ">weights", ">optimizer")
+    shown = table(
+        ">stage", ">ranks", "layers", ">parameters a rank", ">weights", ">optimizer", ">sent a step"
+    )
     for stage in found.stages:
         shown.add_row(
             str(stage.number),
@@ -349,5 +353,6 @@ def _explain(config: TrainConfig, *, as_json: bool) -> None:
             f"{stage.numel:,}",
             format_bytes(stage.weight_bytes),
             format_bytes(stage.optimizer_bytes),
+            format_bytes(stage.sent_bytes),
         )
     print_block(shown)

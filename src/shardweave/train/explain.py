@@ -1,4 +1,4 @@
-"""What a run would be, before any process of it: its ranks, its groups, and what each rank holds."""
+"""What a run would be, before any process of it: its ranks, its groups, what each rank holds and sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from shardweave.train.checks import hf_config_of, model_of, parallel_of
 from shardweave.train.config import TrainConfig
 from shardweave.train.grid import GroupPlan
 from shardweave.train.runtime import group_plan, layout_of
-from shardweave.train.schedule import stages_of
+from shardweave.train.schedule import plan_pipeline, stages_of
+from shardweave.train.sequence import SequenceLayout
+from shardweave.train.step import Objective
+from shardweave.train.traffic import imbalance, traffic
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -29,6 +32,7 @@ class Stage:
         numel: Parameters of a rank, padding included.
         weight_bytes: Their bytes.
         optimizer_bytes: Bytes of masters and moments of a rank; where replicas share them, about.
+        sent_bytes: What its first rank sends to others in a full step, about.
     """
 
     number: int
@@ -38,6 +42,7 @@ class Stage:
     numel: int
     weight_bytes: int
     optimizer_bytes: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ class Explained:
         mesh: The ranks.
         groups: The groups.
         microbatches: How a step is cut.
-        stages: What ranks hold.
+        stages: What ranks hold and send.
+        bubble: The share of time in which a stage waits, in a full step: all documents of the whole length.
+        imbalance: The work of attention of the busiest context rank over the mean, in a full step.
     """
 
     family: str
@@ -59,6 +66,8 @@ class Explained:
     groups: GroupPlan
     microbatches: str
     stages: tuple[Stage, ...]
+    bubble: float
+    imbalance: float
 
     def plain(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -80,9 +89,12 @@ class Explained:
                     "parameters": stage.numel,
                     "weight_bytes": stage.weight_bytes,
                     "optimizer_bytes": stage.optimizer_bytes,
+                    "sent_bytes": stage.sent_bytes,
                 }
                 for stage in self.stages
             ],
+            "bubble": self.bubble,
+            "imbalance": self.imbalance,
         }
 
 
@@ -93,6 +105,18 @@ def explain(config: TrainConfig) -> Explained:
     layout = layout_of(hf_config_of(config), parallel, dtype=config.model.dtype, stage_sizes=sizes)
     stretches = stages_of(model.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=sizes)
     each, found = parallel.world_size // parallel.pp, []
+    step = full_step(config)
+    sent = traffic(
+        hf_config_of(config),
+        parallel,
+        [step] * parallel.dp,
+        Objective(balance=config.loss.balance, router_z=config.loss.router_z),
+        sharded=config.optimizer.sharded,
+        dtype=config.model.dtype,
+        stage_sizes=sizes,
+        cp_method=config.parallel.attention,
+        ranks=range(0, parallel.world_size, each),
+    )
     wide = max(_BYTES[config.model.dtype], 4)
     for number, chunks in enumerate(stretches):
         held = held_arrays(layout, number * each)
@@ -104,12 +128,32 @@ def explain(config: TrainConfig) -> Explained:
         per = wide * (2 if _BYTES[config.model.dtype] == wide else 3)
         layers = "; ".join(_stretch(chunk) for chunk in chunks)
         weights = numel * _BYTES[config.model.dtype]
-        found.append(
-            Stage(number, number * each, (number + 1) * each - 1, layers, numel, weights, states * per)
-        )
+        first, total = number * each, sent.total(number * each)
+        found.append(Stage(number, first, first + each - 1, layers, numel, weights, states * per, total))
+    kind = "interleaved" if parallel.vp > 1 else "1f1b"
+    plan = plan_pipeline(kind, stages=parallel.pp, virtual=parallel.vp, microbatches=len(step))
     return Explained(
-        model.family, model.numel, parallel.mesh, group_plan(parallel), _microbatches(config), tuple(found)
+        family=model.family,
+        numel=model.numel,
+        mesh=parallel.mesh,
+        groups=group_plan(parallel),
+        microbatches=_microbatches(config),
+        stages=tuple(found),
+        bubble=plan.bubble,
+        imbalance=imbalance(step),
     )
+
+
+def full_step(config: TrainConfig) -> list[SequenceLayout]:
+    """The microbatches of a data rank where all documents have the whole length."""
+    batch, of, length = config.batch, config.parallel, config.batch.sequence_length
+
+    def layout(count: int) -> SequenceLayout:
+        return SequenceLayout((length,) * count, batch.form, of.cp, of.tp, of.order)
+
+    most = batch.microbatch if batch.tokens is None else max(1, batch.tokens // layout(1).padded[0])
+    left = batch.documents // (of.dp or 1)
+    return [layout(min(most, left - begin)) for begin in range(0, left, most)]
 
 
 def _microbatches(config: TrainConfig) -> str:

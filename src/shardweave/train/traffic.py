@@ -283,7 +283,7 @@ class _Step:
     objective: Objective
     cp_method: str
     routed: Routed | None
-    _tokens: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _tokens: dict[tuple[SequenceLayout, int, int, int], int] = field(default_factory=dict)
 
     @cached_property
     def groups(self) -> GroupPlan:
@@ -409,9 +409,9 @@ class _Step:
     def _num_tokens(self, rank: int, number: int, ahead: int) -> int:
         """The tokens of a rank that are routed: for a head that looks ahead, those that have a target."""
         at = self.groups.grids[GRID].coordinate(rank)
-        key = at["dp"], number, at["cp"], at["tp"], ahead
+        layout = self.batches[at["dp"]][number]
+        key = layout, at["cp"], at["tp"], ahead
         if key not in self._tokens:
-            layout = self.batches[at["dp"]][number]
             real = np.ones(layout.num_tokens, dtype=np.bool_)
             if ahead:
                 real = layout.shifted(real, ahead + 1, fill=False)
