@@ -27,12 +27,15 @@ class ModelConfig:
             draws them from ``run.seed``.
         dtype: The dtype of parameters and activations.
         dropout: The share of what each block adds that is dropped in training.
+        mtp: Heads for further tokens, beside what the config says; a checkpoint without them cannot begin one
+            with them.
     """
 
     path: str
     weights: str | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     dropout: Annotated[float, Bounds(0, 0.99)] = 0.0
+    mtp: Natural = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +124,12 @@ class LossConfig:
         balance: Weight of how unevenly documents use experts, which is 1 where they use them evenly; the
             model's ``router_aux_loss_coef`` is not read.
         router_z: Weight of the z-loss of the router.
+        mtp: Weight of the heads for further tokens, of all together, where ``model.mtp`` has some.
     """
 
     balance: Amount = 0.0
     router_z: Amount = 0.0
+    mtp: Amount = 0.1
 
 
 @dataclass(frozen=True, slots=True)

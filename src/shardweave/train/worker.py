@@ -98,6 +98,7 @@ def run_rank(
                 stage_sizes=config.parallel.stages,
                 cp_method=config.parallel.attention,
                 dropout=config.model.dropout,
+                mtp=config.model.mtp,
             )
             runtime = replace(runtime, decoder=replace(runtime.decoder, seed=config.run.seed))
             if verb == "evaluate":
@@ -203,7 +204,9 @@ class RankTrainer(_Evaluator):
         super().__init__(runtime)
         of = config.optimizer
         self._config, self._store = config, store
-        self._objective = Objective(balance=config.loss.balance, router_z=config.loss.router_z)
+        self._objective = Objective(
+            balance=config.loss.balance, router_z=config.loss.router_z, mtp=config.loss.mtp
+        )
         self._settings = AdamW(
             schedule_of(config), beta1=of.beta1, beta2=of.beta2, eps=of.eps, weight_decay=of.weight_decay
         )
