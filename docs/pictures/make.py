@@ -7,13 +7,17 @@ Every picture of a layout or plan is drawn from the layout or plan itself.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import tempfile
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardweave.cli import main
 from shardweave.dialects import hf, megatron, vllm
 from shardweave.dialects.deepspeed import LAYOUTS, AutoTP
 from shardweave.layout import (
@@ -390,6 +394,63 @@ def refit() -> str:
     return page(title, below([heading(title, note=note), *drawings], gap=30))
 
 
+_READS = """\
+import torch
+from megatron.core import parallel_state as mpu
+
+
+class Router:
+    def __init__(self, tp_group: torch.distributed.ProcessGroup):
+        self.tp_group = tp_group
+
+    def gather(self, x):
+        torch.distributed.all_reduce(x, group=mpu.get_tensor_model_parallel_group())
+        return x / mpu.get_context_parallel_world_size()
+"""
+_RUN = '<testsuite><testcase classname="test_router" name="test_gather">{}</testcase>{}</testsuite>'
+_FAILURE = '<failure message="AssertionError: norm(1.4142136) != 1.7320508"/>'
+_OTHER = '<testcase classname="test_router" name="test_offset_grid"/>'
+
+
+def lint() -> str:
+    """A session of shardweave lint, as it is printed."""
+    title = "shardweave lint: what is there, what a change adds, what a change breaks"
+    baseline = "--baseline groups.txt"
+    shown: list[tuple[str, str]] = []
+
+    def say(words: str) -> None:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            code = main(["lint", *words.split(), *(["--no-cache"] if "groups " in words else [])])
+        shown.append((f"$ shardweave lint {words}", "s"))
+        shown.extend((row, "wrong" if code else "good") for row in out.getvalue().splitlines()[-1:])
+        shown[-1:-1] = [(row, "") for row in out.getvalue().splitlines()[:-1] if row]
+        shown.append(("", ""))
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        code = Path("router.py")
+        code.write_text(_READS, encoding="utf-8")
+        Path("base.xml").write_text(_RUN.format("", _OTHER), encoding="utf-8")
+        Path("head.xml").write_text(_RUN.format(_FAILURE, ""), encoding="utf-8")
+        say(f"groups router.py {baseline} --begin")
+        code.write_text(f"{_READS}\n    def rank(self):\n        return mpu.get_data_parallel_rank()\n")
+        say(f"groups router.py {baseline}")
+        code.write_text(_READS, encoding="utf-8")
+        say("groups router.py --fix")
+        say(f"groups router.py {baseline} --update")
+        say("paired base.xml head.xml")
+    rows = shown[:-1]
+    height = 17 * len(rows) + 20
+    shapes = [rect(0, 0, inner_width(), height, "box", round_=6)]
+    for index, (words, style) in enumerate(rows):
+        line = text(14, 20 + 17 * index, words, style)
+        shapes.append(line.replace("<text ", f'<text style="{_TERMINAL}" xml:space="preserve" ', 1))
+    drawing_ = Drawing(inner_width(), height, tuple(shapes))
+    return page(title, below([heading(title), drawing_], gap=14))
+
+
+_TERMINAL = "font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+
 PICTURES: dict[str, Callable[[], str]] = {
     "even-cut": even_cut,
     "megatron-to-hf": megatron_to_hf,
@@ -403,6 +464,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "plan": plan_,
     "proof": proof,
     "refit": refit,
+    "lint": lint,
 }
 
 

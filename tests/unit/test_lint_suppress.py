@@ -78,7 +78,7 @@ def test_how_many_are_allowed_is_counted_and_kept(tmp_path: Path) -> None:
     for _ in range(2):
         report = check([tmp_path / "a.py"], root=tmp_path, cache=tmp_path / "cache")
         assert report.findings == ()
-        assert report.stats["allowed by comments"] == 1
+        assert report.stats["allowed_by_comments"] == 1
 
 
 def test_what_is_no_python_has_no_comments() -> None:

@@ -102,6 +102,6 @@ def _stats(findings: Sequence[Finding], allowed: int) -> Mapping[str, int]:
         "read_files": len({finding.path for finding in reads}),
         "unconditional": sum(finding.kind == "unconditional" for finding in reads),
         "fallback": sum(finding.kind == "fallback" for finding in reads),
-        "allowed by comments": allowed,
+        "allowed_by_comments": allowed,
         **dict(sorted(counts.items())),
     }

@@ -201,8 +201,11 @@ def as_stats(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
         for (of, kind), count in sorted(by_kind.items()):
             if of == code:
                 lines.append(f"{count:11}  {kind}")
-    for name, count in sorted(report.stats.items()):
-        lines.append(f"{count:7}  {name}")
+    lines += [
+        f"{count:7}  {name.replace('_', ' ')}"
+        for name, count in sorted(report.stats.items())
+        if name not in by_code and name not in {kind for _, kind in by_kind}
+    ]
     files = Counter(finding.path for finding in report.findings)
     if files:
         lines += ["", f"{len(files):7}  files with findings, of {report.num_files}"]

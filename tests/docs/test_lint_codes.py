@@ -1,0 +1,59 @@
+"""Every code has its example on the page, with a finding, and its mend, without."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardweave.lint.finding import CODES
+from shardweave.lint.groups import Options, check
+from shardweave.lint.marks import level
+
+PAGE = (Path(__file__).parents[2] / "docs" / "lint-codes.md").read_text(encoding="utf-8")
+HEADER = "from megatron.core import parallel_state\nimport torch\n\n"
+SECTIONS = {
+    match[1]: re.findall(r"^```py\n(.*?)^```$", match[2], re.MULTILINE | re.DOTALL)
+    for match in re.finditer(r"^### (SW\d{3})\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+}
+FILE = re.compile(r"^# ([\w/]+\.py)\n", re.MULTILINE)
+
+
+def put(folder: Path, block: str) -> None:
+    """The files of an example."""
+    _, *parts = FILE.split(block)
+    files = dict(zip(parts[::2], parts[1::2], strict=True)) or {"example.py": HEADER + block}
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for package in path.relative_to(folder).parents:
+            if package != Path():
+                (folder / package / "__init__.py").touch()
+
+
+def found(folder: Path, block: str) -> set[str]:
+    put(folder, block)
+    return {finding.code for finding in check([folder], root=folder, options=Options(ignore=())).findings}
+
+
+def test_the_page_has_every_code_in_order() -> None:
+    assert [code for code in SECTIONS if code < "SW3"] == sorted(CODES)
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_the_example_has_it_and_the_mend_has_not(code: str, tmp_path: Path) -> None:
+    example, mend = SECTIONS[code]
+    assert code in found(tmp_path / "example", example)
+    after = found(tmp_path / "mend", mend)
+    assert not after, "the mend is clean of all codes"
+
+
+def test_the_page_says_how_bad_a_code_is() -> None:
+    text = PAGE[: PAGE.index("\n## ")]
+    errors = {code for code in CODES if level(code) == "error"}
+    assert errors | {"SW304"} == set(
+        re.findall(r"SW\d{3}", re.search(r"\*error\*.*?\(([^)]*)\)", text, re.DOTALL)[1])
+    )
+    assert {code for code in CODES if level(code) == "note"} == {"SW203"}
