@@ -102,7 +102,8 @@ def explain(config: TrainConfig) -> Explained:
     """What a run would be; no process, no group and no weight is made."""
     model, parallel = model_of(config).model, parallel_of(config)
     sizes = config.parallel.stages
-    layout = layout_of(hf_config_of(config), parallel, dtype=config.model.dtype, stage_sizes=sizes)
+    dtype, mtp = config.model.dtype, config.model.mtp
+    layout = layout_of(hf_config_of(config), parallel, dtype=dtype, stage_sizes=sizes, mtp=mtp)
     stretches = stages_of(model.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=sizes)
     each, found = parallel.world_size // parallel.pp, []
     step = full_step(config)
@@ -110,9 +111,10 @@ def explain(config: TrainConfig) -> Explained:
         hf_config_of(config),
         parallel,
         [step] * parallel.dp,
-        Objective(balance=config.loss.balance, router_z=config.loss.router_z),
+        Objective(balance=config.loss.balance, router_z=config.loss.router_z, mtp=config.loss.mtp),
         sharded=config.optimizer.sharded,
-        dtype=config.model.dtype,
+        dtype=dtype,
+        mtp=mtp,
         stage_sizes=sizes,
         cp_method=config.parallel.attention,
         ranks=range(0, parallel.world_size, each),
