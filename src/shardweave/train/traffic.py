@@ -27,6 +27,7 @@ chooses evenly and at random.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,7 +47,7 @@ from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
 from shardweave.train.pipeline import HEADER_WORDS
 from shardweave.train.runtime import GRID, group_plan, layout_of
-from shardweave.train.schedule import plan_pipeline, stages_of
+from shardweave.train.schedule import PipelinePlan, plan_pipeline, stages_of
 from shardweave.train.sequence import SequenceLayout
 from shardweave.train.step import Objective
 
@@ -201,10 +202,10 @@ def imbalance(layouts: Iterable[SequenceLayout]) -> float:
     contiguous 1.7498
     """
     most, mean = 0, 0.0
-    for layout in layouts:
+    for layout, count in Counter(layouts).items():
         work = [layout.work(rank) for rank in range(layout.cp)]
-        most += max(work)
-        mean += sum(work) / layout.cp
+        most += count * max(work)
+        mean += count * sum(work) / layout.cp
     return most / mean if mean else 1.0
 
 
@@ -241,16 +242,21 @@ class _Meter:
         """Its place on the axes."""
         return dict(self.groups.grids[GRID].coordinate(self.rank))
 
+    @cached_property
+    def ranks(self) -> dict[str, Ranks]:
+        """Its groups by name; itself alone where it is in none of that name."""
+        names = self.groups.names[GRID]
+        return {name: self.groups.ranks(self.rank, GRID, name) or (self.rank,) for name in names}
+
     def others(self, group: str) -> int:
         """How many other ranks a group has."""
-        return len(self.groups.ranks(self.rank, GRID, group) or (self.rank,)) - 1
+        return len(self.ranks[group]) - 1
 
     def name_of(self, ranks: Ranks) -> str:
         """The group of these ranks, as ``gradients.group_of`` finds it; none where the rank is alone."""
         if ranks == (self.rank,):
             return ""
-        ours = {name: self.groups.ranks(self.rank, GRID, name) for name in self.groups.names[GRID]}
-        return next(name for name, those in ours.items() if those == ranks)
+        return next(name for name, those in self.ranks.items() if those == ranks)
 
     def add(self, part: str, group: str, size: float) -> None:
         self.sent[part, group] = self.sent.get((part, group), 0) + size
@@ -284,6 +290,7 @@ class _Step:
     cp_method: str
     routed: Routed | None
     _tokens: dict[tuple[SequenceLayout, int, int, int], int] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
 
     @cached_property
     def groups(self) -> GroupPlan:
@@ -365,22 +372,39 @@ class _Step:
 
     def _experts(self, meter: _Meter, layout: SequenceLayout, layer: int, number: int) -> None:
         """Rows with what is said of them there, rows back, and the gradients of both."""
-        of, rank = self.maths, meter.rank
+        of = self.maths
         row = 2 * of.hidden_size * self.item + 2 * of.top_k * self.wide
-        ep, etp = (self.groups.ranks(rank, GRID, name) or (rank,) for name in ("ep", "etp"))
-        if len(ep) > 1:
-            mine = self._sent(rank, layer, number)
-            away = sum(mine) - mine[ep.index(rank)]
-            meter.add("experts", "ep", (len(ep) - 1) * _INT)
-            meter.add("experts", "ep", (away + self._got(rank, layer, number) - mine[ep.index(rank)]) * row)
-        if len(etp) > 1:
-            held = {other: self._got(other, layer, number) for other in etp}
-            meter.add("experts", "etp", (len(etp) - 1) * _INT)
-            # Its own rows to each of the others; to each the sums of its rows, and all of it backward.
-            theirs = sum(rows for other, rows in held.items() if other != rank)
-            meter.add("experts", "etp", ((len(etp) - 1) * held[rank] + theirs) * row)
+        for group, rows in zip(("ep", "etp"), self._rows(meter.rank, layer, number), strict=True):
+            # How many rows there will be, to each of the others; and the rows.
+            meter.gather("experts", group, 1, _INT)
+            meter.add("experts", group, rows * row)
         if self.objective.balance:
             meter.sum_all("routing", "document", len(layout.lengths) * of.num_experts, _INT)
+
+    def _rows(self, rank: int, layer: int, number: int) -> tuple[float, float]:
+        """The rows that a rank sends over ``ep`` and ``etp``: its own to others, and theirs back to them."""
+        alike = layer, number
+        if self.routed is None:  # what is expected of one layer and microbatch is expected of all like it
+            alike = max(0, layer - self.maths.num_layers + 1), self.alike[number]
+        key = rank, *alike
+        if key not in self._known:
+            ep, etp = (self.groups.ranks(rank, GRID, name) or (rank,) for name in ("ep", "etp"))
+            mine, held = (
+                self._sent(rank, layer, number),
+                {other: self._got(other, layer, number) for other in etp},
+            )
+            here = mine[ep.index(rank)]
+            theirs = sum(rows for other, rows in held.items() if other != rank)
+            self._known[key] = sum(mine) + held[rank] - 2 * here, (len(etp) - 1) * held[rank] + theirs
+        return self._known[key]
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each microbatch the first that has the same layout on every data rank."""
+        first: dict[tuple[SequenceLayout, ...], int] = {}
+        return tuple(
+            first.setdefault(each, number) for number, each in enumerate(zip(*self.batches, strict=True))
+        )
 
     def _got(self, rank: int, layer: int, number: int) -> float:
         """How many rows a rank has after the exchange over ``ep``, its own included."""
@@ -420,17 +444,20 @@ class _Step:
 
     # --- once a step ---
 
+    @cached_property
+    def plan(self) -> PipelinePlan:
+        return plan_pipeline(
+            "interleaved" if self.parallel.vp > 1 else "1f1b",
+            stages=self.parallel.pp,
+            virtual=self.parallel.vp,
+            microbatches=len(self.batches[0]),
+        )
+
     def stages(self, meter: _Meter) -> None:
         """The messages of the pipeline, each with its header, and the comparison before the first."""
-        layouts, vp = self.batches[meter.at["dp"]], self.parallel.vp
-        plan = plan_pipeline(
-            "interleaved" if vp > 1 else "1f1b",
-            stages=self.parallel.pp,
-            virtual=vp,
-            microbatches=len(layouts),
-        )
+        layouts = self.batches[meter.at["dp"]]
         stage, neighbours = meter.at["pp"], set()
-        for event in plan.events[stage]:
+        for event in self.plan.events[stage]:
             for message in event if isinstance(event, tuple) else ():
                 neighbours.add(message.src + message.dst - stage)
                 if message.src == stage:
