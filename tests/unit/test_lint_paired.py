@@ -640,6 +640,11 @@ def test_the_command(real: SimpleNamespace, capsys: pytest.CaptureFixture[str]) 
     assert "**LOST** 3" in page
     assert "- `test_maths::test_b`: `failed -> passed`" in page
     assert main(["lint", "paired", base, head, "--format", "pdf"]) == 2
+    capsys.readouterr()
+    assert main(["lint", "paired", base, head, "--repeat", head, "--removed", "test_gone::*"]) == 0
+    flaky = capsys.readouterr().out
+    assert "\nFLAKY 11\n" in flaky
+    assert "nothing was removed by" in flaky
     assert main(["lint", "paired", base, "/nowhere"]) == 2
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import libcst as cst
 from libcst import matchers as m
@@ -20,6 +20,7 @@ from libcst.metadata import (
 )
 
 from shardweave.lint.accessors import Accessor, accessor_of
+from shardweave.lint.changes import Change
 from shardweave.lint.finding import Finding
 
 __all__ = ["Rewritten", "rewrite"]
@@ -55,7 +56,7 @@ def rewrite(text: bytes, findings: Sequence[Finding], *, review: bool = False) -
         why = f"the file is not understood: {str(error).splitlines()[0]}"
         return Rewritten(text, text, "utf-8", (), tuple((finding, why) for finding in findings))
     file = _File(module, findings)
-    change = _Change()
+    change = Change()
     done: list[Finding] = []
     left: list[tuple[Finding, str]] = []
     for finding in findings:
@@ -74,79 +75,6 @@ def _hopeless(finding: Finding) -> str:
     if finding.kind == "fallback":
         return "a fallback: callers may do without the group"
     return "" if accessor_of(finding, {}) is not None else _UNKNOWN
-
-
-@dataclass(slots=True)
-class _Change(cst.CSTTransformer):
-    """Calls to replace, parameters to add, statements to put into functions."""
-
-    calls: dict[cst.Call, str] = field(default_factory=dict)
-    parameters: dict[cst.FunctionDef, dict[str, str]] = field(default_factory=dict)
-    fields: dict[cst.FunctionDef, dict[str, str]] = field(default_factory=dict)
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        if original_node not in self.calls:
-            return updated_node
-        made = cst.parse_expression(self.calls[original_node])
-        return made.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
-
-    def leave_FunctionDef(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.FunctionDef:
-        if original_node in self.fields:
-            updated_node = _with_fields(original_node, updated_node, self.fields[original_node])
-        if original_node in self.parameters:
-            updated_node = _with_parameters(updated_node, self.parameters[original_node])
-        return updated_node
-
-
-def _with_parameters(function: cst.FunctionDef, added: Mapping[str, str]) -> cst.FunctionDef:
-    """A function with further keyword-only parameters, in the layout of those that it has."""
-    params = function.params
-    new = [
-        cst.Param(
-            cst.Name(name),
-            annotation=cst.Annotation(cst.parse_expression(kind)) if kind else None,
-            # A parameter that is whole says nothing of its comma.
-            comma=cst.MaybeSentinel.DEFAULT,
-        )
-        for name, kind in added.items()
-    ]
-    star = params.star_arg
-    if not isinstance(star, cst.Param) and not params.kwonly_params:
-        star = cst.ParamStar()
-    kwonly, positional = list(params.kwonly_params), list(params.params)
-    last = kwonly or positional
-    if last and isinstance(last[-1].comma, cst.Comma) and params.star_kwarg is None:
-        # One parameter a line, with a comma behind the last: the new ones go on so.
-        comma = last[-1].comma
-        between = last[-2].comma if len(last) > 1 and isinstance(last[-2].comma, cst.Comma) else comma
-        last[-1] = last[-1].with_changes(comma=between)
-        if isinstance(star, cst.ParamStar) and not params.kwonly_params:
-            star = cst.ParamStar(comma=between)
-        new = [param.with_changes(comma=between) for param in new[:-1]] + [new[-1].with_changes(comma=comma)]
-    return function.with_changes(
-        params=params.with_changes(params=positional, star_arg=star, kwonly_params=[*kwonly, *new])
-    )
-
-
-_SUPER_INIT = m.SimpleStatementLine(
-    body=[m.Expr(m.Call(func=m.Attribute(value=m.Call(func=m.Name("super")), attr=m.Name("__init__"))))]
-)
-
-
-def _with_fields(
-    original: cst.FunctionDef, function: cst.FunctionDef, added: Mapping[str, str]
-) -> cst.FunctionDef:
-    """An ``__init__`` that first sets fields, behind its docstring or the call of the base's."""
-    body = list(function.body.body)
-    at = 1 if original.get_docstring() is not None else 0
-    for index, statement in enumerate(body):
-        if m.matches(statement, _SUPER_INIT):
-            at = index + 1
-            break
-    body[at:at] = [cst.parse_statement(f"{target} = {value}") for target, value in added.items()]
-    return function.with_changes(body=function.body.with_changes(body=body))
 
 
 class _Unsure(Exception):  # noqa: N818 - an answer, and no error
@@ -197,7 +125,7 @@ class _File:
 
     # --- one read -------------------------------------------------------------------------------
 
-    def replace(self, finding: Finding, change: _Change, *, review: bool) -> str:
+    def replace(self, finding: Finding, change: Change, *, review: bool) -> str:
         """Note the change of one read; why there is none, else nothing."""
         call = self.calls.get(finding)
         if call is None:
@@ -398,7 +326,7 @@ class _File:
 
     # --- changes to look through ----------------------------------------------------------------
 
-    def added(self, call: cst.Call, accessor: Accessor, change: _Change) -> str:
+    def added(self, call: cst.Call, accessor: Accessor, change: Change) -> str:
         """The group as an expression, with whatever has to be added for it; empty where it cannot be."""
         function = next((found for found, _ in self.around(call)), None)
         if function is None or not isinstance(function.body, cst.IndentedBlock):
@@ -438,9 +366,7 @@ class _File:
         self.remarks.add(f"{group} in {called} has to be a group, and never None")
         return group
 
-    def parameter(
-        self, function: cst.FunctionDef, accessor: Accessor, change: _Change, *, called: str
-    ) -> str:
+    def parameter(self, function: cst.FunctionDef, accessor: Accessor, change: Change, *, called: str) -> str:
         """The name of a parameter for a group: one that is there, or a new one, to be given by name."""
         for param in _params(function):
             if param.name.value in accessor.names:
