@@ -8,15 +8,21 @@ end.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardweave.lint.shapes import getattr_name
+from shardweave.lint.shapes import getattr_name, last_name
 
-CARRY = (ast.Name, ast.Attribute, ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Call, ast.Lambda)
-"""Expressions that may hand on what they are made of."""
+_CARRY = (ast.Name, ast.Attribute, ast.IfExp, ast.BoolOp, ast.NamedExpr)
 _MOST_VALUES = 16
 _DEEPEST = 40
+
+
+def may_carry(node: ast.expr) -> bool:
+    """Whether an expression may hand on what it is made of."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func) == "import_module" or getattr_name(node) is not None
+    return isinstance(node, _CARRY)
 
 
 class Block:
@@ -70,6 +76,7 @@ class Names:
     def __init__(self, top: Scope) -> None:
         self.top = top
         self.looking: set[int] = set()
+        self.known: dict[int, tuple[str, ...]] = {}
 
     def lookup(self, name: str, scope: Scope, order: int, block: Block) -> tuple[str, ...]:
         """What a name may be at a place."""
@@ -123,16 +130,25 @@ class Names:
             elif binding.kind == "star":
                 values[f"*{binding.what}:{name}"] = None
             elif binding.kind == "expr":
-                node, scope, order, block = binding.what
-                if id(binding.what) in self.looking or len(self.looking) > 40:
-                    continue
-                self.looking.add(id(binding.what))
-                for value in self.values(node, scope, order, block):
-                    values[value] = None
-                self.looking.discard(id(binding.what))
+                values.update(dict.fromkeys(self.of_expr(binding.what)))
             elif binding.kind != "del":
                 values[""] = None
         return tuple(values)[:_MOST_VALUES]
+
+    def of_expr(self, what: tuple[ast.expr, Scope, int, Block]) -> tuple[str, ...]:
+        """What an assigned expression may be; nothing more where it leads back to itself."""
+        key = id(what)
+        if key in self.known:
+            return self.known[key]
+        if key in self.looking or len(self.looking) > _DEEPEST:
+            return ()
+        is_first = not self.looking
+        self.looking.add(key)
+        found = self.values(*what)
+        self.looking.discard(key)
+        if is_first:  # within a circle it may not be all
+            self.known[key] = found
+        return found
 
     def values(self, node: ast.expr, scope: Scope, order: int, block: Block) -> tuple[str, ...]:
         """What an expression may be."""
@@ -179,14 +195,18 @@ def reaching(bindings: Sequence[Binding], order: int | None, block: Block) -> tu
     kept: list[Binding] = []
     foreign = [binding for binding in bindings if binding.is_foreign]
     is_sure, killer = False, None
+    owners: dict[int, int] | None = None
     for binding in bindings:
         if binding.is_foreign or (order is not None and binding.order > order):
             continue
         sure = id(binding.block) in around if order is not None else binding.block.parent is None
         if sure and binding.kind != "star":
             kept, is_sure, killer = [], binding.kind != "del", binding
-        elif order is not None and _excludes(binding.block, chain):
-            continue
+        elif order is not None and binding.block.parent is not None:
+            if owners is None:
+                owners = _arms(chain)
+            if owners and _excludes(binding.block, owners):
+                continue
         kept.append(binding)
     for loop in loops:
         if killer is not None and loop in killer.block.chain():
@@ -197,10 +217,14 @@ def reaching(bindings: Sequence[Binding], order: int | None, block: Block) -> tu
     return [*kept, *foreign], is_sure
 
 
-def _excludes(block: Block, chain: Sequence[Block]) -> bool:
+def _arms(chain: Sequence[Block]) -> dict[int, int]:
+    """The arms that a place is in, by the ifs and matches that they belong to."""
+    return {id(found.owner): found.arm for found in chain if isinstance(found.owner, ast.If | ast.Match)}
+
+
+def _excludes(block: Block, arms: Mapping[int, int]) -> bool:
     """Whether the block is another arm of an if or match that the place is in."""
-    owners = {id(found.owner): found.arm for found in chain if isinstance(found.owner, ast.If | ast.Match)}
-    return any(owners.get(id(found.owner), found.arm) != found.arm for found in block.chain())
+    return any(arms.get(id(found.owner), found.arm) != found.arm for found in block.chain())
 
 
 def _extend(values: Iterable[str], attr: str) -> tuple[str, ...]:

@@ -128,9 +128,9 @@ class _Harvest:
         for binding in here.bindings[owner.id] if here is not None else ():
             if binding.kind == "type":
                 found += annotated(binding.what)
-            elif binding.kind == "expr" and isinstance(binding.what[0], ast.Call):
-                node, *place = binding.what
-                found += [value for value in self.names.values(node.func, *place) if value]
+            elif binding.kind == "other" and isinstance(binding.what, ast.Call) and here is not None:
+                func, place = binding.what.func, (here, binding.order, binding.block)
+                found += [value for value in self.names.values(func, *place) if value]
         return tuple(found)
 
     def flows(self) -> dict[str, Function]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardweave.lint.facts import Class
-from shardweave.lint.reach import CARRY, Binding, Block, Scope
+from shardweave.lint.reach import Binding, Block, Scope, may_carry
 from shardweave.lint.shapes import (
     LOG,
     asks_for_name,
@@ -168,7 +168,7 @@ class Reader:
     def bind_expr(self, name: str, value: ast.expr) -> None:
         if isinstance(value, ast.Lambda):
             self.bind(name, "value", self.own(self.define(name, self.holder())))
-        elif type(value) in CARRY:
+        elif may_carry(value):
             self.bind(name, "expr", (value, self.scope, self.order, self.block))
         else:
             self.bind(name, "other", value)
@@ -197,7 +197,7 @@ class Reader:
             holder = self.method_of(node.value)
             if holder is not None:
                 kind, what = ("other", None)
-                if value is not None and type(value) in CARRY:
+                if value is not None and may_carry(value):
                     kind, what = "expr", (value, self.scope, self.order, self.block)
                 key = f"{holder}.{node.attr}"
                 self.attributes.setdefault(key, []).append(Binding(self.order, self.block, kind, what, True))

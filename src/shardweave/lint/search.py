@@ -87,13 +87,25 @@ class Search:
             self.saved[key] = list(found)
         return found
 
-    def read_with(self, words: Iterable[str]) -> bool:
-        """Read the files that have one of the words; whether there were any."""
-        wanted = sorted(set(words))
-        if not wanted:
+    def read_with(self, names: Iterable[str]) -> bool:
+        """Read the files that may use one of the names, and say whether there were any.
+
+        Args:
+            names: Functions as words, methods as ``Class.method``: a file that calls one names both.
+        """
+        pairs: dict[bytes, set[bytes]] = {}
+        for name in names:
+            head, _, last = name.encode().rpartition(b".")
+            pairs.setdefault(head.rpartition(b".")[2] or last, set()).add(last)
+        if not pairs:
             return False
-        pattern = re.compile(rb"\b(?:" + b"|".join(re.escape(word.encode()) for word in wanted) + rb")\b")
-        fresh = [s for s in self.sources if s.place not in self.facts and pattern.search(s.text)]
+        pattern = re.compile(rb"\b(?:" + b"|".join(map(re.escape, sorted(pairs))) + rb")\b")
+        fresh = [
+            source
+            for source in self.sources
+            if source.place not in self.facts
+            and any(last in source.text for head in set(pattern.findall(source.text)) for last in pairs[head])
+        ]
         for source in fresh:
             self.facts_of(source)
         return bool(fresh)
@@ -175,6 +187,7 @@ class Search:
         """
         hidden: dict[str, str] = {}
         carriers: set[str] = set()
+        wanted: set[str] = set()
         while True:
             before = -1
             while before != len(carriers):
@@ -190,6 +203,7 @@ class Search:
                                 and any(self.leads(value, source, first, carriers) for value in values)
                             ):
                                 carriers.add(name)
+                                wanted.add(key)
             grew = True
             while grew:
                 grew = False
@@ -205,8 +219,9 @@ class Search:
                         ):
                             hidden[dotted] = f"{source.path}:{function.line}"
                             carriers.add(qualname.rpartition(".")[2])
+                            wanted.add(qualname)
                             grew = True
-            if not self.read_with(name for name in carriers if not name.startswith("__")):
+            if not self.read_with(name for name in wanted if ".__" not in name):
                 return hidden, carriers
 
     def leads(self, value: str, source: Source, first: re.Pattern[str], words: set[str]) -> bool:
@@ -335,7 +350,9 @@ class Search:
                 if name is None or use.form == "import":
                     continue
                 if name in WORLDS:
-                    if use.form == "call" or not name.startswith("_get"):
+                    # A variable that holds it is no further read of it.
+                    is_called = use.form == "call" or not name.startswith("_get")
+                    if is_called and _stands(name.rpartition(".")[2], use, source):
                         text = f"{name} is every rank of the job"
                         yield from self.made(use, source, "SW202", name, kind, text, _HINT)
                 elif use.form == "call" and misses_group(use, name):
@@ -398,6 +415,12 @@ def _parse(text: bytes) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
+
+
+def _stands(name: str, use: Use, source: Source) -> bool:
+    """Whether the place of a use ends with a name."""
+    line = source.text.splitlines()[use.end_line - 1].decode(errors="replace")
+    return line[: use.end_column - 1].endswith(name)
 
 
 def _broken(source: Source, line: int, why: str) -> Finding:
