@@ -15,6 +15,8 @@ from typing import Any
 from xml.sax.saxutils import quoteattr
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardweave.cli import main
 from shardweave.errors import FormatError, MissingFileError, TruncatedError
@@ -109,6 +111,25 @@ def test_what_becomes_of_a_test(was: Any, now: Any, verdict: Verdict | None) -> 
     )
     assert pairing.worse() == (verdict in (Verdict.REGRESSED, Verdict.LOST))
     assert pairing.worse(strict=True) == (verdict in (Verdict.REGRESSED, Verdict.LOST, Verdict.CHANGED))
+
+
+ENDED = st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from([PASSED, FAILED]), min_size=1)
+
+
+@given(base=ENDED, head=ENDED)
+def test_verdicts_are_differences_of_sets(base: dict[str, Outcome], head: dict[str, Outcome]) -> None:
+    pairing = compare(run_of(base), run_of(head))
+    was, now = ({key for key, outcome in side.items() if outcome is FAILED} for side in (base, head))
+    expected = {
+        "REGRESSED": now - was,
+        "FIXED": (was - now) & head.keys(),
+        "LOST": base.keys() - head.keys(),
+        "NEW": head.keys() - base.keys() - now,
+    }
+    assert found(pairing) == {verdict: keys for verdict, keys in expected.items() if keys}
+    assert pairing.same + len(pairing.differences) == len(base.keys() | head.keys())
+    assert pairing.same_bad == len(was & now)
+    assert not compare(run_of(head), run_of(head)).differences
 
 
 def test_every_test_of_a_module_that_was_not_collected_is_lost() -> None:
