@@ -154,9 +154,9 @@ def _moved(
 ) -> Mapping[str, str]:
     old: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
     new: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
-    paths = {key[0] for key in baseline}
+    paths, now_there = {key[0] for key in baseline}, {finding.path for finding in findings}
     for key, count in baseline.items():
-        if not is_there(key[0]):
+        if key[0] not in now_there and not is_there(key[0]):
             old[key[0]][key[1:]] += count
     for finding in findings:
         if finding.path not in paths:
