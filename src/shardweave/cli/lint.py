@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shardweave.cli import lint_groups, lint_paired
+from shardweave.cli import lint_constructors, lint_groups, lint_paired
 from shardweave.cli.common import App, Verb
 
 __all__ = ["lint"]
@@ -18,4 +18,5 @@ lint = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 lint.command(cls=Verb)(lint_groups.groups)
+lint.command(cls=Verb)(lint_constructors.constructors)
 lint.command(cls=Verb)(lint_paired.paired)

@@ -1,0 +1,611 @@
+"""The classes of a file, and every place of it that constructs one or hands one on.
+
+What a name stands for is the matter of `shardweave.lint.scopes`; this pass looks at what is done with it.
+Rows are plain values, so that they can be kept in a cache as JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardweave.lint.facts import Facts
+
+__all__ = ["ClassRow", "Field", "Init", "Parameter", "Shape", "Site", "read_classes"]
+
+
+class Shape(NamedTuple):
+    """The arguments of a call, as far as binding asks."""
+
+    positional: str
+    """A letter each: ``v`` a value, ``n`` None, ``*`` some unpacked ones, ``a`` the own ``*args``."""
+    keywords: dict[str, str]
+    """``v`` or ``n`` for each; under ``**`` there is ``*`` for an unpacked mapping, ``k`` for the own one."""
+
+
+class Parameter(NamedTuple):
+    """A parameter of an ``__init__`` after ``self``."""
+
+    name: str
+    kind: str
+    """``p`` positional only, ``b`` both, ``k`` keyword only, ``a`` for ``*args``, ``w`` for ``**kwargs``."""
+    default: str
+    """Empty without one, ``n`` for None, else ``v``."""
+
+
+class Init(NamedTuple):
+    """An ``__init__`` or ``__new__`` that is written out."""
+
+    line: int
+    parameters: list[Parameter]
+
+
+class Field(NamedTuple):
+    """An annotated name of a class body: a field, where the class is a dataclass."""
+
+    name: str
+    default: str
+    is_init: bool
+    is_keyword: bool
+    is_marker: bool
+    """``_: KW_ONLY``: the fields behind it are keyword only."""
+
+
+class Site(NamedTuple):
+    """One place where a class may be constructed or handed on."""
+
+    form: str
+    """``call``, ``cls`` (of the class itself, from within), ``super``, ``base`` (``Base.__init__(self)``),
+    ``partial``, ``arg`` (given to a call) or ``escape``."""
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    qualname: str
+    values: list[str]
+    """As in `shardweave.lint.facts`."""
+    shape: Shape
+    text: str
+    """For ``arg`` the callee, for ``escape`` what happens, for ``cls`` the method."""
+    callee: list[str]
+    """For ``arg`` the values of the callee."""
+    keyword: str
+    """For ``arg`` the keyword, or the position as digits."""
+    params: list[str]
+    """For ``arg`` the keys of a dict that is written out beside it as ``params``."""
+
+
+class ClassRow(NamedTuple):
+    """A class as it is written."""
+
+    qualname: str
+    line: int
+    bases: list[list[str]]
+    """Values of each base; a text without a colon where it comes from outside all that is known."""
+    dataclass: dict[str, bool] | None
+    """The options of the decorator that are written out; None for no dataclass."""
+    fields: list[Field]
+    init: Init | None
+    new: Init | None
+    methods: list[str]
+    chains: list[Site]
+    """Calls of ``super().__init__`` and of ``Base.__init__`` in its methods."""
+
+
+_NO_SHAPE = Shape("", {})
+_OBSERVERS = frozenset(
+    (
+        "isinstance",
+        "issubclass",
+        "type",
+        "hasattr",
+        "getattr",
+        "id",
+        "repr",
+        "str",
+        "print",
+        "callable",
+        "super",
+        "len",
+        "hash",
+        "vars",
+        "dir",
+        "cast",
+    )
+)
+"""Calls that construct nothing of what they are given."""
+
+
+def read_classes(tree: ast.Module, facts: Facts, *, text: bytes) -> tuple[list[ClassRow], list[Site]]:
+    """The classes of a parsed file and the places that use one.
+
+    Args:
+        tree: The file.
+        facts: What its names are.
+        text: Its bytes, for columns in characters.
+    """
+    reader = _Reader(facts, text)
+    for statement in tree.body:
+        reader.statement(statement)
+    return reader.classes, reader.sites
+
+
+class _Reader:
+    def __init__(self, facts: Facts, text: bytes) -> None:
+        self.lines = None if text.isascii() else text.splitlines()
+        self.exports = facts.exports
+        self.values = {
+            (use.line, use.column, use.end_line, use.end_column): [value for value in use.values if value]
+            for use in facts.uses
+            if use.form != "import"
+        }
+        self.names: list[str] = []
+        self.holders: list[ClassRow] = []
+        """The classes around the place, a function between them or not."""
+        self.instances: frozenset[str] = frozenset()
+        self.own: frozenset[str] = frozenset()
+        """Names that are the class around the place."""
+        self.method = ""
+        self.varargs = self.kwargs = ""
+        self.classes: list[ClassRow] = []
+        self.sites: list[Site] = []
+
+    # --- what a node is -------------------------------------------------------------------------
+
+    def column(self, line: int, offset: int) -> int:
+        if self.lines is None:
+            return offset + 1
+        return len(self.lines[line - 1][:offset].decode(errors="replace")) + 1
+
+    def place(self, node: Any) -> tuple[int, int, int, int]:
+        return (
+            node.lineno,
+            self.column(node.lineno, node.col_offset),
+            node.end_lineno,
+            self.column(node.end_lineno, node.end_col_offset),
+        )
+
+    def known(self, node: ast.expr) -> list[str]:
+        """What a name or a chain of attributes may be; what this file says of imports from outside too."""
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        found = self.values.get(self.place(node))
+        if found:
+            return found
+        attrs: list[str] = []
+        while isinstance(node, ast.Attribute):
+            attrs.insert(0, node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return []
+        heads = self.exports.get(node.id, ())
+        joined = [
+            ".".join([head, *attrs]).replace(":.", ":") for head in heads if head and not head.startswith("*")
+        ]
+        return joined or [".".join([node.id, *attrs])]
+
+    def add(self, form: str, node: ast.AST, values: Sequence[str], **more: Any) -> Site:
+        given: dict[str, Any] = {"shape": _NO_SHAPE, "text": "", "callee": [], "keyword": "", "params": []}
+        given.update(more)
+        qualname = ".".join(self.names) or "<module>"
+        site = Site(form, *self.place(node), qualname, list(values), **given)
+        if form in ("super", "base"):
+            if self.holders:
+                self.holders[-1].chains.append(site)
+        else:
+            self.sites.append(site)
+        return site
+
+    def shape(self, call: ast.Call, skip: int = 0) -> Shape:
+        letters = ""
+        for arg in call.args[skip:]:
+            if not isinstance(arg, ast.Starred):
+                letters += _letter(arg)
+            elif isinstance(arg.value, ast.Tuple | ast.List):
+                for item in arg.value.elts:
+                    letters += "*" if isinstance(item, ast.Starred) else _letter(item)
+            else:
+                letters += "a" if isinstance(arg.value, ast.Name) and arg.value.id == self.varargs else "*"
+        keywords: dict[str, str] = {}
+        for part in call.keywords:
+            if part.arg is not None:
+                keywords[part.arg] = _letter(part.value)
+                continue
+            known, whole = _written(part.value)
+            keywords.update(known)
+            if not whole:
+                is_own = isinstance(part.value, ast.Name) and part.value.id == self.kwargs
+                keywords["**"] = "k" if is_own and keywords.get("**") != "*" else "*"
+        return Shape(letters, keywords)
+
+    # --- statements -----------------------------------------------------------------------------
+
+    def statement(self, node: ast.AST) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self.function(node)
+        elif isinstance(node, ast.ClassDef):
+            self.class_(node)
+        elif isinstance(node, ast.Assign):
+            self.value(node.value, f"assigned to {_said(node.targets[0])}")
+            self.aliases(node.targets, node.value)
+            for target in node.targets:
+                self.value(target, "")
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                self.value(node.value, f"assigned to {_said(node.target)}")
+        elif isinstance(node, ast.Return):
+            if node.value is not None:
+                self.value(node.value, "returned")
+        elif isinstance(node, ast.If):
+            test, body, orelse = node.test, node.body, node.orelse
+            negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+            if _last(test.operand if negated else test) == "TYPE_CHECKING":  # type: ignore[attr-defined]
+                body, orelse = (body, []) if negated else ([], orelse)
+            self.value(test, "")
+            for statement in (*body, *orelse):
+                self.statement(statement)
+        elif isinstance(node, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Pass):
+            pass
+        else:
+            self.children(node)
+
+    def children(self, node: ast.AST) -> None:
+        for field in node._fields:
+            value = getattr(node, field, None)
+            for part in value if isinstance(value, list) else (value,):
+                if isinstance(part, ast.expr):
+                    self.value(part, "")
+                elif isinstance(part, ast.AST):
+                    self.statement(part)
+
+    def aliases(self, targets: Sequence[ast.expr], value: ast.expr) -> None:
+        """Follow ``me = self`` and ``kind = type(self)``."""
+        names = {target.id for target in targets if isinstance(target, ast.Name)}
+        if not names or not self.holders:
+            return
+        if isinstance(value, ast.Name) and value.id in self.instances:
+            self.instances |= names
+        elif self.is_own_class(value):
+            self.own |= names
+        else:
+            self.instances -= names
+            self.own -= names
+
+    def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Call):
+                self.value(decorator, "")
+            elif isinstance(decorator, ast.Name | ast.Attribute):
+                self.used(decorator, "call", decorator, shape=Shape("v", {}))
+        self.defaults(node.args)
+        before = self.instances, self.own, self.method, self.varargs, self.kwargs
+        every = {arg.arg for arg in _every(node.args)}
+        self.instances, self.own = self.instances - every, self.own - every
+        if self.holders and self.names and self.names[-1] == self.holders[-1].qualname.rpartition(".")[2]:
+            self.method = node.name
+            row = self.holders[-1]
+            words = {_last(decorator) for decorator in node.decorator_list}
+            first = (*node.args.posonlyargs, *node.args.args)[:1]
+            if "staticmethod" not in words or node.name == "__new__":
+                names = frozenset(arg.arg for arg in first)
+                if "classmethod" in words or node.name in (
+                    "__new__",
+                    "__init_subclass__",
+                    "__class_getitem__",
+                ):
+                    self.instances, self.own = self.instances - names, names
+                else:
+                    self.instances, self.own = names, self.own - names
+            row.methods.append(node.name)
+            if node.name in ("__init__", "__new__"):
+                init = Init(node.lineno, _parameters(node.args)[1:] if first else _parameters(node.args))
+                self.holders[-1] = (
+                    row._replace(init=init) if node.name == "__init__" else row._replace(new=init)
+                )
+            self.varargs = node.args.vararg.arg if node.args.vararg else ""
+            self.kwargs = node.args.kwarg.arg if node.args.kwarg else ""
+        self.names.append(node.name)
+        for statement in node.body:
+            self.statement(statement)
+        self.names.pop()
+        self.instances, self.own, self.method, self.varargs, self.kwargs = before
+
+    def defaults(self, args: ast.arguments) -> None:
+        plain = [*args.posonlyargs, *args.args]
+        for arg, value in (
+            *zip(plain[len(plain) - len(args.defaults) :], args.defaults, strict=True),
+            *zip(args.kwonlyargs, args.kw_defaults, strict=True),
+        ):
+            if value is not None:
+                self.value(value, f"the default of {arg.arg}")
+
+    def class_(self, node: ast.ClassDef) -> None:
+        options: dict[str, bool] | None = None
+        for decorator in node.decorator_list:
+            inner = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if _is(self.known(inner), inner, "dataclasses:dataclass"):
+                options = {}
+                for part in decorator.keywords if isinstance(decorator, ast.Call) else ():
+                    if part.arg and isinstance(part.value, ast.Constant):
+                        options[part.arg] = bool(part.value.value)
+            else:
+                self.value(decorator, "")
+        bases = [self.known(base) for base in node.bases if not isinstance(base, ast.Starred)]
+        for part in node.keywords:
+            self.value(part.value, "")
+        for base in node.bases:
+            if isinstance(base, ast.Call):
+                self.value(base, "")
+        outer = self.instances, self.own, self.method, self.varargs, self.kwargs
+        self.names.append(node.name)
+        qualname = ".".join(self.names)
+        row = ClassRow(qualname, node.lineno, bases, options, self.fields(node), None, None, [], [])
+        self.holders.append(row)
+        self.method = self.varargs = self.kwargs = ""
+        for statement in node.body:
+            self.statement(statement)
+        self.classes.append(self.holders.pop())
+        self.names.pop()
+        self.instances, self.own, self.method, self.varargs, self.kwargs = outer
+
+    def fields(self, node: ast.ClassDef) -> list[Field]:
+        found = []
+        for part in node.body:
+            if not isinstance(part, ast.AnnAssign) or not isinstance(part.target, ast.Name):
+                continue
+            said = ast.unparse(part.annotation)
+            if "ClassVar" in said:
+                continue
+            default, is_init, is_keyword = "", True, False
+            if part.value is not None:
+                default = _letter(part.value)
+                if isinstance(part.value, ast.Call) and _last(part.value.func) == "field":
+                    said_of = {word.arg: word.value for word in part.value.keywords if word.arg}
+                    default = "v" if {"default", "default_factory"} & set(said_of) else ""
+                    if "default" in said_of:
+                        default = _letter(said_of["default"])
+                    is_init = not _is_false(said_of.get("init"))
+                    is_keyword = _is_true(said_of.get("kw_only"))
+            marker = said.rpartition(".")[2] == "KW_ONLY"
+            found.append(Field(part.target.id, default, is_init, is_keyword, marker))
+        return found
+
+    # --- expressions ----------------------------------------------------------------------------
+
+    def value(self, node: ast.AST, role: str) -> None:
+        """Visit an expression whose value goes somewhere; the role says where, empty for nowhere."""
+        kind = type(node)
+        if kind is ast.Constant:
+            return
+        if kind is ast.Name or kind is ast.Attribute:
+            self.reference(node, role)  # type: ignore[arg-type]
+        elif isinstance(node, ast.Call):
+            self.call(node, role)
+        elif isinstance(node, ast.IfExp):
+            self.value(node.test, "")
+            self.value(node.body, role)
+            self.value(node.orelse, role)
+        elif isinstance(node, ast.BoolOp):
+            for part in node.values:
+                self.value(part, role)
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+            inner = role and (
+                role if role.startswith("assigned") and kind is ast.Tuple else f"{role}, in a list"
+            )
+            for part in node.elts:
+                self.value(part, inner)
+        elif isinstance(node, ast.Dict):
+            for key in node.keys:
+                if key is not None:
+                    self.value(key, "put in a dict")
+            for part in node.values:
+                self.value(part, "put in a dict")
+        elif isinstance(node, ast.NamedExpr):
+            self.value(node.value, f"assigned to {node.target.id}")
+        elif isinstance(node, ast.Lambda):
+            self.defaults(node.args)
+            self.value(node.body, "returned")
+        elif isinstance(node, ast.Yield | ast.YieldFrom):
+            if node.value is not None:
+                self.value(node.value, "yielded")
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
+            self.value(node.elt, "put in a list")
+            self.generators(node.generators)
+        elif isinstance(node, ast.DictComp):
+            self.value(node.key, "put in a dict")
+            self.value(node.value, "put in a dict")
+            self.generators(node.generators)
+        elif isinstance(node, ast.Starred):
+            self.value(node.value, role)
+        elif isinstance(node, ast.Subscript):
+            self.value(node.value, "")
+            self.value(node.slice, "")
+        else:
+            self.children(node)
+
+    def generators(self, parts: Sequence[ast.comprehension]) -> None:
+        for part in parts:
+            self.value(part.iter, "looped over")
+            for test in part.ifs:
+                self.value(test, "")
+
+    def reference(self, node: ast.Name | ast.Attribute, role: str) -> None:
+        inner: ast.expr = node
+        while isinstance(inner, ast.Attribute):
+            inner = inner.value
+        if not isinstance(inner, ast.Name):
+            self.value(inner, "")
+        elif role and not (inner is node and inner.id in self.instances):
+            self.used(node, "escape", node, text=role)
+
+    def used(self, node: ast.expr, form: str, whole: ast.AST, **more: Any) -> None:
+        values = self.values.get(self.place(node))
+        if values:
+            self.add(form, whole, values, **more)
+
+    def is_own_class(self, node: ast.expr) -> bool:
+        """``type(self)``, ``self.__class__`` and, in a class method, ``cls``."""
+        if isinstance(node, ast.Name):
+            return node.id in self.own
+        if isinstance(node, ast.Attribute):
+            return (
+                node.attr == "__class__"
+                and isinstance(node.value, ast.Name)
+                and node.value.id in self.instances
+            )
+        return (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "type"
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Name)
+            and node.args[0].id in self.instances
+        )
+
+    def call(self, node: ast.Call, role: str) -> None:
+        func = node.func
+        plain: ast.expr = func
+        while isinstance(plain, ast.Subscript):
+            plain = plain.value
+        passed = list(node.args)
+        if self.holders and self.is_own_class(func):
+            self.add("cls", node, [self.holders[-1].qualname], shape=self.shape(node), text=self.method)
+        elif isinstance(func, ast.Attribute) and func.attr == "__init__":
+            self.chain(node, func)
+        elif isinstance(func, ast.Name) and func.id in self.instances:
+            pass
+        elif _is(self.known(func), func, "functools:partial", "functools:partialmethod") and node.args:
+            first = passed.pop(0)
+            if isinstance(first, ast.Name | ast.Attribute) and self.values.get(self.place(first)):
+                self.used(first, "partial", node, shape=self.shape(node, 1))
+            else:
+                self.value(first, f"passed to {_last(func)}")
+        elif isinstance(plain, ast.Name | ast.Attribute):
+            self.used(plain, "call", node, shape=self.shape(node))
+            if isinstance(plain, ast.Attribute):
+                self.reference(plain, "")
+        else:
+            if isinstance(func, ast.Call):
+                # getattr(module, "Name")(...)
+                self.used(func, "call", node, shape=self.shape(node))
+            self.value(func, "")
+        said = _said(func)
+        observes = said.rpartition(".")[2] in _OBSERVERS
+        skip = len(node.args) - len(passed)
+        params = [key for part in node.keywords if part.arg == "params" for key in _written(part.value)[0]]
+        callee = [] if observes else self.values.get(self.place(func), []) if hasattr(func, "lineno") else []
+        for index, arg in enumerate(passed, skip):
+            self.argument(arg, str(index), said, observes, callee, params)
+        for part in node.keywords:
+            self.argument(part.value, part.arg or "**", said, observes, callee, params)
+
+    def argument(
+        self, arg: ast.expr, where: str, said: str, observes: bool, callee: list[str], params: list[str]
+    ) -> None:
+        if observes:
+            self.value(arg, "")
+            return
+        if isinstance(arg, ast.IfExp):
+            self.value(arg.test, "")
+            for part in (arg.body, arg.orelse):
+                self.argument(part, where, said, observes, callee, params)
+        elif isinstance(arg, ast.Name | ast.Attribute):
+            inner: ast.expr = arg
+            while isinstance(inner, ast.Attribute):
+                inner = inner.value
+            if not isinstance(inner, ast.Name):
+                self.value(inner, "")
+            elif not (inner is arg and inner.id in self.instances):
+                self.used(arg, "arg", arg, text=said, callee=callee, keyword=where, params=params)
+        else:
+            self.value(arg, f"passed to {said}")
+
+    def chain(self, node: ast.Call, func: ast.Attribute) -> None:
+        owner = func.value
+        if isinstance(owner, ast.Call) and _last(owner.func) == "super":
+            self.add("super", node, [], shape=self.shape(node), text=self.method)
+        elif isinstance(owner, ast.Name | ast.Attribute):
+            values = [value.removesuffix(".__init__") for value in self.values.get(self.place(func), [])]
+            if values and node.args:
+                self.add("base", node, values, shape=self.shape(node, 1), text=self.method)
+        else:
+            self.value(owner, "")
+
+
+def _is(values: Sequence[str], node: ast.AST, *wanted: str) -> bool:
+    """Whether a callee is one of some functions of the standard library.
+
+    Imports in a function say nothing here of what comes from outside; then the last name decides.
+    """
+    if any(":" in value for value in values):
+        return any(value in wanted or value.replace(":", ".") in wanted for value in values)
+    return _last(node) in {name.partition(":")[2] for name in wanted}
+
+
+def _letter(node: ast.AST) -> str:
+    return "n" if isinstance(node, ast.Constant) and node.value is None else "v"
+
+
+def _written(node: ast.expr) -> tuple[Mapping[str, str], bool]:
+    """Keys of a mapping that is written out, and whether these are all."""
+    found: dict[str, str] = {}
+    whole = True
+    if isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                found[key.value] = _letter(value)
+            else:
+                whole = False
+        return found, whole
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
+        for part in node.keywords:
+            if part.arg is None:
+                whole = False
+            else:
+                found[part.arg] = _letter(part.value)
+        return found, whole and not node.args
+    return {}, False
+
+
+def _every(args: ast.arguments) -> list[ast.arg]:
+    found = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    return found + [arg for arg in (args.vararg, args.kwarg) if arg is not None]
+
+
+def _parameters(args: ast.arguments) -> list[Parameter]:
+    plain = [*((arg, "p") for arg in args.posonlyargs), *((arg, "b") for arg in args.args)]
+    defaults = ["" for _ in range(len(plain) - len(args.defaults))] + [
+        _letter(part) for part in args.defaults
+    ]
+    found = [Parameter(arg.arg, kind, default) for (arg, kind), default in zip(plain, defaults, strict=True)]
+    if args.vararg:
+        found.append(Parameter(args.vararg.arg, "a", ""))
+    for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found.append(Parameter(arg.arg, "k", "" if value is None else _letter(value)))
+    if args.kwarg:
+        found.append(Parameter(args.kwarg.arg, "w", ""))
+    return found
+
+
+def _last(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return _last(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _said(node: ast.AST) -> str:
+    """A name or a chain of attributes as it is written."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_said(node.value)}.{node.attr}"
+    return f"{_said(node.func)}()" if isinstance(node, ast.Call) else "an item"
+
+
+def _is_true(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _is_false(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
