@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardweave.lint.constructors import CODES as CONSTRUCTORS
+from shardweave.lint.constructors import inventory
 from shardweave.lint.finding import CODES
 from shardweave.lint.groups import Options, check
 from shardweave.lint.marks import level
@@ -39,7 +41,7 @@ def found(folder: Path, block: str) -> set[str]:
 
 
 def test_the_page_has_every_code_in_order() -> None:
-    assert [code for code in SECTIONS if code < "SW3"] == sorted(CODES)
+    assert list(SECTIONS) == [*sorted(CODES), *sorted(CONSTRUCTORS)]
 
 
 @pytest.mark.parametrize("code", sorted(CODES))
@@ -50,10 +52,30 @@ def test_the_example_has_it_and_the_mend_has_not(code: str, tmp_path: Path) -> N
     assert not after, "the mend is clean of all codes"
 
 
+LAYER = "class Layer:\n    def __init__(self, size, group=None):\n        self.group = group\n\n"
+
+
+def constructed(folder: Path, block: str) -> set[str]:
+    folder.mkdir()
+    (folder / "example.py").write_text(LAYER + block)
+    made = inventory("Layer", "group", [folder], root=folder)
+    return {finding.code for finding in made.findings}
+
+
+@pytest.mark.parametrize("code", sorted(CONSTRUCTORS))
+def test_the_example_of_a_construction_has_it_and_its_mend_has_nothing_to_do(
+    code: str, tmp_path: Path
+) -> None:
+    example, *mend = SECTIONS[code]
+    assert code in constructed(tmp_path / "example", example)
+    for block in mend:
+        assert constructed(tmp_path / "mend", block) <= {"SW300", "SW310"}
+
+
 def test_the_page_says_how_bad_a_code_is() -> None:
     text = PAGE[: PAGE.index("\n## ")]
-    errors = {code for code in CODES if level(code) == "error"}
-    assert errors | {"SW304"} == set(
-        re.findall(r"SW\d{3}", re.search(r"\*error\*.*?\(([^)]*)\)", text, re.DOTALL)[1])
-    )
-    assert {code for code in CODES if level(code) == "note"} == {"SW203"}
+    for word in ("error", "note"):
+        codes = {code for code in (*CODES, *CONSTRUCTORS) if level(code) == word}
+        said = re.search(rf"\*{word}\*.*?\(([^)]*)\)", text, re.DOTALL)
+        assert said is not None
+        assert codes == set(re.findall(r"SW\d{3}", said[1]))

@@ -680,6 +680,28 @@ def test_texts_of_reports_stay_texts(say: Callable[[Pairing], str]) -> None:
         assert "<script>" not in shown.replace("<code>", "")
 
 
+def test_results_of_other_tools(tmp_path: Path) -> None:
+    body = (
+        '<testcase name="a" status="run" result="completed"/>'
+        '<testcase name="b" status="notrun"/>'
+        '<testcase name="c" result="suppressed"/>'
+        '<testcase name="d"><system-out>x</system-out><flakyFailure message="late"/></testcase>'
+        '<testcase name="e"><failure>boom</failure><rerunFailure message="again"/></testcase>'
+        '<testcase name="f"><properties><property name="p" value="1"/></properties></testcase>'
+    )
+    made = {o.id: str(o.outcome) for o in read_junit(junit(tmp_path, body)).observations}
+    assert made == {
+        "a": "passed",
+        "b": "skipped",
+        "c": "skipped",
+        "d": "passed",
+        "e": "failed",
+        "f": "passed",
+    }
+    with pytest.raises(FormatError, match="holds <aborted>"):
+        read_junit(junit(tmp_path, '<testcase name="a"><aborted/></testcase>'))
+
+
 def test_quoted_names_come_back(tmp_path: Path) -> None:
     name = 'a"<&>\u00e9\u4e2d'
     path = junit(tmp_path, f'<testcase classname="c" name={quoteattr(name)}/>')

@@ -31,6 +31,15 @@ _CUT_SHORT = {
     )
 }
 _BAD = {"failure": Outcome.FAILED, "error": Outcome.ERROR}
+_NO_RESULT = frozenset(
+    {
+        *("properties", "system-out", "system-err"),
+        # Of tries that did not count: Maven writes them beside the result.
+        *("flakyFailure", "flakyError", "rerunFailure", "rerunError"),
+    }
+)
+_NOT_RUN = frozenset({"notrun", "disabled", "skipped", "suppressed"})
+"""What some write in an attribute of a test that did not run, instead of an element in it."""
 _SAYS_NOTHING = ("collection failure", "failed on setup with", "failed on teardown with", "internal error")
 
 
@@ -118,13 +127,16 @@ class _Reader:
             if "name" not in attributes:
                 raise _error(self.path, "<testcase> has no name")
             self._test = attributes.get("classname", ""), attributes["name"]
-            self._worst = (Outcome.PASSED, "")
+            said = {attributes.get(name, "").lower() for name in ("status", "result")}
+            self._worst = (Outcome.SKIPPED if said & _NOT_RUN else Outcome.PASSED), ""
         elif self._test is not None and len(self._stack) >= 2 and self._stack[-2] == "testcase":
             if tag in _BAD:
                 self._result = _BAD[tag], attributes.get("message", "")
             elif tag == "skipped":
                 expected = attributes.get("type", "") == "pytest.xfail"
                 self._result = (Outcome.XFAILED if expected else Outcome.SKIPPED), ""
+            elif tag not in _NO_RESULT:
+                raise _error(self.path, f"<testcase> holds <{tag[:40]}>, which is no known result")
             self._text, self._held = [], 0
 
     def _characters(self, text: str) -> None:
