@@ -34,6 +34,11 @@ FOREIGN = {
     "--apply-layernorm-1p": "Megatron-LM",
     "--enable-expert-parallel": "vLLM",
     "--engine": "examples/rl_loop.py",
+    "--junitxml": "pytest",
+    "--report-log": "pytest",
+    "--no-deps": "pip",
+    "--class": "python -m shardweave.lint.record",
+    "--out": "python -m shardweave.lint.record",
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?:\.[a-z_0-9]*[a-z0-9])?")
 """With a dot it is a setting of a run."""

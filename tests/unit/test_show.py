@@ -442,7 +442,9 @@ def test_documentation_pictures_are_what_the_script_draws(name: str) -> None:
 
 
 def test_documentation_has_no_other_picture() -> None:
-    assert {path.stem for path in (ROOT / "docs/pictures").glob("*.svg")} == set(make().PICTURES)
+    measured = {"train-curves"}  # examples/train_curves.py draws it from what it trained
+    found = {path.stem for path in (ROOT / "docs/pictures").glob("*.svg")}
+    assert found == set(make().PICTURES) | measured
 
 
 if __name__ == "__main__":
