@@ -213,6 +213,9 @@ class Hierarchy:
             return False
         if init.owner is target.owner:
             return True
+        if init.is_generated and target.is_generated and target.owner in self.mro(init.owner):
+            # It calls no other, but takes the fields that it inherits.
+            return True
         return any(
             self.reaches(node, target, further, depth + 1)
             for _, further in self.passes_on(node, init)
@@ -253,8 +256,10 @@ class Hierarchy:
                 {key: letter for key, letter in site.shape.keywords.items() if letter != "k"},
             )
             alone = self.bind(written, node, name, target, further)
-            if alone.kind in ("keyword", "positional", "none", "supplied"):
+            if alone.kind in ("keyword", "positional", "supplied"):
                 return Bound("supplied", is_keyword=False)
+            if alone.kind == "none":
+                break  # what the subclass gives is None, and nobody who constructs it can mend that
             takes_args, takes_kwargs = "a" in site.shape.positional, site.shape.keywords.get("**") == "k"
             if not (takes_args and "a" in kinds) and not (takes_kwargs and "w" in kinds):
                 break

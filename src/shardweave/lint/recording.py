@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import json
+import multiprocessing.util as util
 import os
 import sys
 import threading
@@ -74,14 +75,7 @@ def install(said: str) -> None:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=log.fresh)
     # A child of multiprocessing leaves by os._exit, past atexit, but runs what is told here.
-    try:
-        import multiprocessing.util as util
-
-        util._register_after_fork(  # type: ignore[attr-defined]
-            log, lambda kept: util.Finalize(None, kept.close, exitpriority=0)
-        )
-    except Exception:
-        pass
+    util.register_after_fork(log, lambda kept: util.Finalize(None, kept.close, exitpriority=0))
     found = sys.modules.get(want["module"])
     if found is not None:
         _wrap(found, want["qualname"], log)
