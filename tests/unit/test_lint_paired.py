@@ -706,3 +706,20 @@ def test_quoted_names_come_back(tmp_path: Path) -> None:
     name = 'a"<&>\u00e9\u4e2d'
     path = junit(tmp_path, f'<testcase classname="c" name={quoteattr(name)}/>')
     assert [made.id for made in read_junit(path).observations] == [f"c::{name}"]
+
+
+def test_the_checks_need_typer_and_rich_only(tmp_path: Path) -> None:
+    """What docs/lint.md promises to whoever installs without the other dependencies."""
+    (tmp_path / "a.py").write_text("import torch\ntorch.distributed.barrier()\n")
+    path = junit(tmp_path, '<testcase name="a"/>')
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'msgspec', 'fsspec', 'xxhash', 'yaml', 'libcst'): sys.modules[name] = None\n"
+        "from shardweave.cli import main\n"
+        f"assert main(['lint', 'groups', {str(tmp_path)!r}, '--no-cache']) == 1\n"
+        f"assert main(['lint', 'paired', {str(path)!r}, {str(path)!r}]) == 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
