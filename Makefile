@@ -3,7 +3,7 @@
 #
 #   make demo    the example, start to end (light: no peers)
 #   make test    all checks, cheapest first
-#   make lint    ruff and the layers          make bench   the benchmarks, minutes and GB
+#   make lint    ruff, layers, groups         make bench   the benchmarks, minutes and GB
 #   make types   mypy                         make clean   removes .venv, caches and build output
 #
 #   make e2e-refit       a Megatron and an FSDP2 trainer into a real vLLM on this CPU, ten versions each (half an hour)
@@ -54,6 +54,7 @@ lint: $(VENV)/.full
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(VENV)/bin/lint-imports
+	$(PY) -m shardweave lint groups --no-cache src/shardweave
 
 types: $(VENV)/.full
 	$(PY) -m mypy

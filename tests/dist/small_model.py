@@ -66,9 +66,7 @@ def layout(parallel: Parallel, dtype: str = "float64") -> Layout:
 
     def stage(of: Dim) -> object:
         held = [number for _, number in of]
-        return along(
-            mesh, "pp", lambda s: Dim(Run("", n, 1) for n in held if first[s] <= n < first[s + 1])
-        )
+        return along(mesh, "pp", lambda s: Dim(Run("", n, 1) for n in held if first[s] <= n < first[s + 1]))
 
     def rule(name: str, *dims: object, where: int | None = None, **more: object) -> BufferRule:
         tensor = tensors[name]
