@@ -714,7 +714,8 @@ def test_the_checks_need_typer_and_rich_only(tmp_path: Path) -> None:
     path = junit(tmp_path, '<testcase name="a"/>')
     code = (
         "import sys\n"
-        "for name in ('torch', 'numpy', 'msgspec', 'fsspec', 'xxhash', 'yaml', 'libcst'): sys.modules[name] = None\n"
+        "for name in ('torch', 'numpy', 'msgspec', 'fsspec', 'xxhash', 'yaml', 'libcst'):\n"
+        "    sys.modules[name] = None\n"
         "from shardweave.cli import main\n"
         f"assert main(['lint', 'groups', {str(tmp_path)!r}, '--no-cache']) == 1\n"
         f"assert main(['lint', 'paired', {str(path)!r}, {str(path)!r}]) == 0\n"
