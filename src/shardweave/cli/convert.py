@@ -44,7 +44,9 @@ def convert(
             metavar="DST", parser=parse_target, help="The folder to write; it appears whole or not at all."
         ),
     ],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist) or native.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist) or native.")
+    ],
     config: options.Config = None,
     tp: options.Tp = None,
     pp: options.Pp = None,
