@@ -14,6 +14,7 @@ from shardweave.lint import config
 from shardweave.lint.finding import Finding, Report
 from shardweave.lint.groups import Options, check
 from shardweave.lint.presets import PRESETS
+from shardweave.lint.report import tally
 
 Look = Callable[..., list[Finding]]
 
@@ -78,7 +79,6 @@ FORMS = {
     "the function under a name": f"from megatron.core.parallel_state import {GET} as g\ng()",
     "relative module": f"from .. import parallel_state\nparallel_state.{GET}()",
     "relative function": f"from ..parallel_state import {GET}\n{GET}()",
-    "an old name in the package": f"from megatron.core import mpu\nmpu.{GET}()",
     "star": f"from megatron.core.parallel_state import *\n{GET}()",
     "inside a function": (
         f"def f():\n    from megatron.core import parallel_state as ps\n    return ps.{GET}()"
@@ -288,7 +288,43 @@ def test_a_name_that_goes_on_under_another_is_followed_through_files(look: Look)
         megatron__core__used__second=f"from .first import {GET} as grab\n__all__ = ['grab']\n",
         megatron__core__used__third="from .second import *\nfetch = grab\n",
     )
-    assert [(finding.code, finding.path.rpartition("/")[2]) for finding in found] == [("SW101", "code.py")]
+    assert [(finding.code, finding.path.rpartition("/")[2]) for finding in found] == [("SW109", "code.py")]
+
+
+REEXPORTS = {
+    "a name of the module": ("from megatron.core import mpu\nmpu.{}()", "megatron.core.mpu"),
+    "by a dotted import": ("import megatron.core as core\ncore.mpu.{}()", "megatron.core.mpu"),
+    "a name of the function": ("from .tools import {0}\n{0}()", "megatron.core.used.tools"),
+    "the module of another": ("from .tools import ps\nps.{}()", "megatron.core.used.tools.ps"),
+    "a star of another": ("from .tools import *\n{}()", "megatron.core.used.tools"),
+}
+
+
+@pytest.mark.parametrize("form", REEXPORTS)
+def test_a_read_through_a_name_that_another_module_hands_on_is_apart(look: Look, form: str) -> None:
+    text, through = REEXPORTS[form]
+    tools = (
+        f"from megatron.core import parallel_state as ps\nfrom megatron.core.parallel_state import {GET}\n"
+    )
+    (found,) = look(text.format(GET), megatron__core__used__tools=tools)
+    assert (found.code, found.name, found.kind) == ("SW109", GET, "unconditional")
+    assert (
+        found.message == f"{GET} of megatron.core.parallel_state is a global group's, read through {through}"
+    )
+
+
+def test_reads_through_reexports_are_no_part_of_the_number(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "from megatron.core import mpu, parallel_state\n"
+        f"mpu.{GET}()\nmpu.is_pipeline_first_stage()\nmpu.get_all_ranks()\nparallel_state.{GET}()\n"
+    )
+    report = check([tmp_path], root=tmp_path)
+    assert [finding.code for finding in report.findings] == ["SW109", "SW109", "SW101"]
+    assert (report.stats["reads"], report.stats["reads_through_reexports"]) == (1, 2)
+    assert tally(report) == [
+        "1 read in 1 file: 1 accessor",
+        "2 more reads in 1 file through a name that another module hands on",
+    ]
 
 
 def test_star_imports_follow_what_is_public(look: Look) -> None:
@@ -417,7 +453,7 @@ PRESET_READS = {
         "get_parallel_state().sp_group",
     ),
     "megatron": (
-        "from megatron.core import mpu\nmpu.get_tensor_model_parallel_rank()",
+        "from megatron.core import parallel_state as s\ns.get_tensor_model_parallel_rank()",
         "get_tensor_model_parallel_rank",
     ),
 }
@@ -442,6 +478,7 @@ def test_any_other_code_is_described_in_the_settings(tmp_path: Path) -> None:
         modules = ["mine.mesh"]
         names = "current_mesh|axis_\\\\w+"
         hint = "take the mesh as an argument"
+        reexports = ["mine.old"]
         """
     )
     settings = config.load(tmp_path)
@@ -451,15 +488,18 @@ def test_any_other_code_is_described_in_the_settings(tmp_path: Path) -> None:
     for name, text in {
         "mine/__init__.py": "",
         "mine/mesh.py": "def current_mesh(): return _MESH\ndef axis_tp(): return current_mesh()",
-        "mine/use.py": "from .mesh import *\nfrom mine import mesh\nmesh.current_mesh()\naxis_tp()",
+        "mine/use.py": "from .mesh import *\nfrom mine import mesh, old\n"
+        "mesh.current_mesh()\naxis_tp()\nold.axis_tp()",
         "gone/x.py": "from mine.mesh import current_mesh\ncurrent_mesh()",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     report = check([tmp_path], root=tmp_path, options=options)
-    assert [(f.path, f.line, f.name, f.hint) for f in report.findings] == [
-        ("mine/use.py", 3, "current_mesh", "take the mesh as an argument"),
-        ("mine/use.py", 4, "axis_tp", "take the mesh as an argument"),
+    hint = "take the mesh as an argument"
+    assert [(f.path, f.line, f.name, f.code, f.hint) for f in report.findings] == [
+        ("mine/use.py", 3, "current_mesh", "SW101", hint),
+        ("mine/use.py", 4, "axis_tp", "SW101", hint),
+        ("mine/use.py", 5, "axis_tp", "SW109", hint),
     ]
 
 

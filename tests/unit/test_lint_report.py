@@ -82,6 +82,7 @@ def test_text() -> None:
         "pkg/b c.py:3:5 SW106 get_tensor_model_parallel_group reads a global process group\n"
         "    take the group as an argument\n"
         "pkg/gone.py: SW103 use_mpu_process_groups in f is there 2 times less than the baseline allows\n"
+        "2 reads in 1 file: 2 accessors\n"
         "2 new in 7 files, 1 known by baseline.txt, 2 fewer than the baseline allows\n"
     )
     assert as_text(EMPTY) == "nothing found in 2 files\n"
@@ -131,13 +132,14 @@ def test_fingerprints_differ_and_do_not_move_with_lines() -> None:
 
 
 def test_github() -> None:
-    first, *_, absent, end = as_github(RATCHET).splitlines()
+    first, *_, absent, reads, end = as_github(RATCHET).splitlines()
     assert first == (
         "::error file=pkg/a.py,line=9,endLine=9,col=5,endColumn=42,"
         "title=SW101 get_tensor_model_parallel_group::"
         "get_tensor_model_parallel_group reads a global process group%0Atake the group as an argument"
     )
     assert absent.startswith("::notice file=pkg/gone.py::SW103 ")
+    assert reads == "2 reads in 1 file: 2 accessors"
     assert end.startswith("2 new in 7 files")
     note = Report("groups", (finding(code="SW203"),))
     assert as_github(note).startswith("::notice ")
@@ -191,6 +193,7 @@ def test_junit_is_read_by_our_own_reader(report: Report, tmp_path: Path) -> None
 
 def test_markdown_and_statistics() -> None:
     page = as_markdown(RATCHET)
+    assert "\n2 reads in 1 file: 2 accessors\n" in page
     assert "| SW101 | accessor of a global process group | 1 | 2 |" in page
     assert "| `pkg/a.py:9:5` | SW101 |" in page
     many = Report("groups", tuple(finding(line=n + 1) for n in range(250)), num_files=1)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardweave.lint.finding import Finding
+from shardweave.lint.finding import REEXPORTED, Finding
 
 __all__ = ["Accessor", "accessor_of"]
 
@@ -70,7 +70,7 @@ def accessor_of(finding: Finding, arguments: Mapping[str, str]) -> Accessor | No
     """
     # A finding names the function; the module it comes from is in its message only.
     match = _NAME.fullmatch(finding.name)
-    if finding.code != "SW101" or match is None or not _OF_MEGATRON.search(finding.message):
+    if finding.code not in ("SW101", REEXPORTED) or match is None or not _OF_MEGATRON.search(finding.message):
         return None
     group, part = match[1], match[2]
     given = dict(arguments)

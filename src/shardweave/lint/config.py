@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardweave.lint.presets import PRESETS, Preset, Target
 __all__ = ["Config", "codes_named", "load", "own", "presets_named"]
 
 _KEYS = ("paths", "presets", "exclude", "select", "ignore", "baseline", "cache", "target")
-_TARGET_KEYS = ("modules", "names", "code", "hint", "chained")
+_TARGET_KEYS = ("modules", "names", "code", "hint", "chained", "reexports")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,11 @@ def _target(path: Path, table: Any) -> Target:
     code = _text(path, f"{where}.code", table.get("code", "SW101"))
     if not modules or code not in ("SW101", "SW102", "SW103"):
         raise _odd(path, where, "at least one module, and the code SW101, SW102 or SW103", repr(table))
-    made = Target(modules, names, code=code, is_chained=bool(table.get("chained", False)))
-    hint = table.get("hint")
-    return made if hint is None else Target(modules, names, code, _text(path, "hint", hint), made.is_chained)
+    reexports = _texts(path, f"{where}.reexports", table.get("reexports", []))
+    made = Target(
+        modules, names, code=code, is_chained=bool(table.get("chained", False)), reexports=reexports
+    )
+    return replace(made, hint=_text(path, "hint", table["hint"])) if "hint" in table else made
 
 
 def _texts(path: Path, key: str, value: Any) -> tuple[str, ...]:

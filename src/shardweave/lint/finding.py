@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CODES", "Absent", "Finding", "Report"]
+__all__ = ["CODES", "READS", "REEXPORTED", "Absent", "Finding", "Report"]
 
 CODES: Mapping[str, str] = {
     "SW001": "file that cannot be read or is no Python",
@@ -19,11 +19,18 @@ CODES: Mapping[str, str] = {
     "SW106": "name that the module of the groups does not define",
     "SW107": "hasattr on an object that has every declared name",
     "SW108": "assignment to an undeclared field of a collection",
+    "SW109": "read of a global process group through a name that another module hands on",
     "SW201": "collective on the default group",
     "SW202": "default group by name",
     "SW203": "default group for a message only",
 }
 """Codes of the groups checks and what they are; SW3xx are in `shardweave.lint.constructors`."""
+
+READS: Mapping[str, str] = {"SW101": "accessor", "SW102": "predicate", "SW103": "shim"}
+"""The codes that the number of reads consists of, and what one of them is called."""
+
+REEXPORTED = "SW109"
+"""A read that the number leaves out: it goes through a name that another module hands on."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from shardweave.errors import MissingPackageError
-from shardweave.lint.finding import Finding
+from shardweave.lint.finding import REEXPORTED, Finding
 
 if TYPE_CHECKING:
     from shardweave.lint.rewrite import Rewritten
@@ -79,7 +79,7 @@ def fix(findings: Sequence[Finding], *, root: Path, review: bool = False) -> Fix
         ) from None
     by_file: dict[str, list[Finding]] = {}
     for finding in findings:
-        if finding.code == "SW101":
+        if finding.code in ("SW101", REEXPORTED):
             by_file.setdefault(finding.path, []).append(finding)
     return Fixes(
         {path: rewrite((root / path).read_bytes(), by_file[path], review=review) for path in sorted(by_file)}

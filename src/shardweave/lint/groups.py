@@ -10,13 +10,10 @@ from pathlib import Path
 
 from shardweave.lint.cache import Cache, digest, own_digest
 from shardweave.lint.files import find, read
-from shardweave.lint.finding import Finding, Report
+from shardweave.lint.finding import READS, REEXPORTED, Finding, Report
 from shardweave.lint.presets import PRESETS, Preset
 
-__all__ = ["READS", "Options", "check"]
-
-READS = ("SW101", "SW102", "SW103")
-"""The codes that the count of reads consists of."""
+__all__ = ["Options", "check"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +97,7 @@ def _stats(findings: Sequence[Finding], allowed: int) -> Mapping[str, int]:
     return {
         "reads": len(reads),
         "read_files": len({finding.path for finding in reads}),
+        "reads_through_reexports": counts[REEXPORTED],
         "unconditional": sum(finding.kind == "unconditional" for finding in reads),
         "fallback": sum(finding.kind == "fallback" for finding in reads),
         "allowed_by_comments": allowed,

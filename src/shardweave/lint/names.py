@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardweave.lint.facts import Facts
 from shardweave.lint.files import Source
@@ -60,6 +60,26 @@ class Tree:
             )
             self.known[key] = tuple(dict.fromkeys(found))
         return self.known[key]
+
+    def written(self, value: str, source: Source) -> Iterator[str]:
+        """The dotted names that a value has by its own file alone, before any other is asked."""
+        todo, seen = [value], {value}
+        while todo:
+            module, _, attrs = todo.pop().lstrip("*").partition(":")
+            parts = attrs.split(".") if attrs else []
+            facts = self.facts_of(source) if module == source.module else None
+            leads: list[str] = []
+            for count in range(len(parts) if facts is not None else 0, 0, -1):
+                head = ".".join(parts[:count])
+                if facts is not None and head in facts.exports:
+                    rest = "".join(f".{part}" for part in parts[count:])
+                    known = (lead for lead in facts.exports[head] if lead and lead != f"{module}:{head}")
+                    leads = [f"{lead}{rest}".replace(":.", ":") for lead in known]
+                    break
+            if not leads:
+                yield ".".join([module, *parts])
+            todo += [lead for lead in leads if lead not in seen]
+            seen.update(leads)
 
     def defines(self, module: str, name: str) -> bool:
         """Whether a module of the tree has the name; true where that cannot be known."""

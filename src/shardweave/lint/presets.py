@@ -18,18 +18,25 @@ class Target:
     """Functions of a module that read its state."""
 
     modules: tuple[str, ...]
-    """Dotted names: the module, or ``module.Class``, that defines them, then others that hand them on."""
+    """Dotted names: the module, or ``module.Class``, that defines them, then others that it is known by."""
     names: str
     """Regular expression that a whole name matches."""
     code: str = "SW101"
     hint: str = _PASS_GROUP
     is_chained: bool = False
     """Whether a read is named with the attribute that is taken of its result."""
+    reexports: tuple[str, ...] = ()
+    """Further modules that hand the names on; reads through them are not in the number of reads."""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """The names, compiled."""
         return re.compile(self.names)
+
+    @property
+    def everywhere(self) -> tuple[str, ...]:
+        """All modules that have the names."""
+        return (*self.modules, *self.reexports)
 
     @property
     def module(self) -> str:
@@ -60,7 +67,9 @@ class Preset:
     """Modules that are the state itself, and are not looked at."""
 
 
-_MEGATRON_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
+_MEGATRON_STATE = ("megatron.core.parallel_state",)
+_MPU = ("megatron.core.mpu",)
+"""Its old name, which megatron.core makes of it."""
 _MEGATRON_COLLECTION = (
     "megatron.core.process_groups_config.ProcessGroupCollection",
     "megatron.core.ProcessGroupCollection",
@@ -74,10 +83,15 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             "megatron",
             targets=(
-                Target(_MEGATRON_STATE, _ACCESSOR),
+                Target(_MEGATRON_STATE, _ACCESSOR, reexports=_MPU),
                 # A text of all ranks, for names of files of logs.
-                Target(_MEGATRON_STATE, "get_all_ranks", code="SW203"),
-                Target(_MEGATRON_STATE, r"is_pipeline_(first|last)_stage|is_rank_in_\w+", code="SW102"),
+                Target(_MEGATRON_STATE, "get_all_ranks", code="SW203", reexports=_MPU),
+                Target(
+                    _MEGATRON_STATE,
+                    r"is_pipeline_(first|last)_stage|is_rank_in_\w+",
+                    code="SW102",
+                    reexports=_MPU,
+                ),
                 Target(
                     _MEGATRON_COLLECTION,
                     "use_mpu_process_groups",

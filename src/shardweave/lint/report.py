@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shardweave import __version__
-from shardweave.lint.finding import CODES, Absent, Finding, Report
+from shardweave.lint.finding import CODES, READS, REEXPORTED, Absent, Finding, Report
 from shardweave.lint.marks import fingerprint, fingerprints, level
 from shardweave.lint.sarif import as_sarif
 from shardweave.lint.shown import code_span, one_line
@@ -47,7 +47,7 @@ def as_text(report: Report) -> str:
         if finding.hint:
             lines.append(f"    {one_line(finding.hint)}")
     lines += [f"{one_line(absent.path)}: {_absent(absent)}" for absent in report.absent]
-    return "\n".join([*lines, summary(report)]) + "\n"
+    return "\n".join([*lines, *tally(report), summary(report)]) + "\n"
 
 
 def as_json(report: Report) -> str:
@@ -101,7 +101,7 @@ def as_github(report: Report) -> str:
         lines.append(f"::{word} {properties}::{_data(text)}")
     for absent in report.absent:
         lines.append(f"::notice file={_property(absent.path)}::{_data(_absent(absent))}")
-    return "\n".join([*lines, summary(report)]) + "\n"
+    return "\n".join([*lines, *tally(report), summary(report)]) + "\n"
 
 
 def _data(text: str) -> str:
@@ -173,6 +173,8 @@ def as_markdown(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
     """A summary for a page of a CI, such as ``$GITHUB_STEP_SUMMARY``."""
     new = report.new
     lines = [f"### shardweave lint {report.tool}: {summary(report)}", ""]
+    for line in tally(report):
+        lines += [line, ""]
     if report.findings:
         lines += ["| code | | new | all |", "|---|---|---:|---:|"]
         every, fresh = (Counter(f.code for f in some) for some in (report.findings, new))
@@ -232,6 +234,25 @@ def summary(report: Report) -> str:
         text = f"{new} found {files}"
     slack = sum(absent.count for absent in report.absent)
     return text + (f", {slack} fewer than the baseline allows" if slack else "")
+
+
+def tally(report: Report) -> list[str]:
+    """The number of reads, known ones included, and those through re-exports on a line of their own."""
+    counts = Counter(finding.code for finding in report.findings)
+    kinds = ", ".join(_times(counts[code], name) for code, name in READS.items() if counts[code])
+    lines = []
+    for codes, what, rest in (
+        (tuple(READS), "read", f": {kinds}"),
+        ((REEXPORTED,), "more read", " through a name that another module hands on"),
+    ):
+        paths = [finding.path for finding in report.findings if finding.code in codes]
+        if paths:
+            lines.append(f"{_times(len(paths), what)} in {_times(len(set(paths)), 'file')}{rest}")
+    return lines
+
+
+def _times(count: int, name: str) -> str:
+    return f"{count} {name}{'s' * (count != 1)}"
 
 
 def _place(finding: Finding) -> str:

@@ -13,7 +13,7 @@ from shardweave.lint.cache import Cache, digest, own_digest
 from shardweave.lint.collectives import COLLECTIVES, QUERIES, WORLDS, misses_group
 from shardweave.lint.facts import Class, Facts, Function, Member, Use, facts_from
 from shardweave.lint.files import Source
-from shardweave.lint.finding import Finding
+from shardweave.lint.finding import READS, REEXPORTED, Finding
 from shardweave.lint.names import Tree
 from shardweave.lint.presets import Target
 from shardweave.lint.read import read_facts
@@ -44,7 +44,7 @@ class Search:
         self.collectives = tuple(module for preset in presets for module in preset.collectives)
         self.definitions = {module for preset in presets for module in preset.definitions}
         self.state = {target.module.rpartition(".")[2] for target in self.targets} | {
-            module.rpartition(".")[2] for target in self.targets for module in target.modules
+            module.rpartition(".")[2] for target in self.targets for module in target.everywhere
         }
         self.facts: dict[str, Facts | None] = {}
         self.broken: list[Finding] = []
@@ -122,7 +122,7 @@ class Search:
             self.matched[dotted] = None
             module, _, name = dotted.rpartition(".")
             for target in self.targets:
-                if module in target.modules and target.pattern.fullmatch(name):
+                if module in target.everywhere and target.pattern.fullmatch(name):
                     self.matched[dotted] = _Hit(target, f"{target.module}.{name}", name)
                     break
         return self.matched[dotted]
@@ -290,8 +290,11 @@ class Search:
             name = f"{hit.name}().{use.chain}" if hit.target.is_chained and use.chain else hit.name
             text, hint = f"{name} of {hit.target.module}", hit.target.hint
             if use.form == "call":
-                code = hit.target.code
-                yield from self.made(use, source, code, name, kind, f"{text} is a global group's", hint)
+                code, said = hit.target.code, f"{text} is a global group's"
+                through = self.through(use, source, hit) if code in READS else ""
+                if through:
+                    code, said = REEXPORTED, f"{said}, read through {through}"
+                yield from self.made(use, source, code, name, kind, said, hint)
             elif use.form == "ref":
                 yield from self.made(use, source, "SW104", name, kind, f"{text} is handed on", hint)
             yield from self.dead(use, source, hit.dotted)
@@ -304,6 +307,12 @@ class Search:
         if hit is None:
             yield from self.of_state(use, source, kind)
 
+    def through(self, use: Use, source: Source, hit: _Hit) -> str:
+        """The module that hands on what a use reads; empty where the file names one that has it."""
+        written = [name for value in use.values if value for name in self.tree.written(value, source)]
+        modules = [name.rpartition(".")[0] for name in written]
+        return "" if set(modules) & set(hit.target.modules) else next(iter(modules), "")
+
     def of_state(self, use: Use, source: Source, kind: str) -> Iterator[Finding]:
         """A computed name of the module, or one that it may not have."""
         for value in use.values:
@@ -312,7 +321,7 @@ class Search:
             if not parts or not set(near) & self.state:
                 continue
             for dotted in self.tree.resolve(value, source):
-                modules = {module for target in self.targets for module in target.modules}
+                modules = {module for target in self.targets for module in target.everywhere}
                 if use.form == "dynamic" and dotted in modules:
                     text = f"a computed name of {dotted} is read"
                     yield from self.made(use, source, "SW104", "getattr", kind, text, _HINT)
