@@ -37,6 +37,11 @@ FOREIGN = {
     "--junitxml": "pytest",
     "--report-log": "pytest",
     "--no-deps": "pip",
+    "--show-toplevel": "git",
+    "--show-prefix": "git",
+    "--end-of-options": "git",
+    "--full-tree": "git",
+    "--batch": "git",
     "--class": "python -m shardweave.lint.record",
     "--out": "python -m shardweave.lint.record",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,6 +98,14 @@ def groups(
             rich_help_panel=_REWRITE,
         ),
     ] = False,
+    diff: Annotated[
+        str | None,
+        typer.Option(
+            "--diff",
+            metavar="BASE..HEAD",
+            help="Compare two revisions of git. The working tree is not read.",
+        ),
+    ] = None,
     cache_dir: Annotated[
         Path | None,
         typer.Option("--cache-dir", metavar="DIR", help="What files said, for the next run."),
@@ -139,6 +147,25 @@ def groups(
             hint="write shardweave lint groups src",
         )
     folder = None if no_cache else cache_dir or Path(config.cache or DEFAULT)
+    if diff is not None:
+        _alone(
+            {
+                "--baseline": baseline is not None,
+                "--begin": begin,
+                "--update": update,
+                "--fail-on-slack": fail_on_slack,
+                "--fix": fix,
+                "--patch": patch,
+            }
+        )
+        from shardweave.lint.revisions import compare
+
+        # What it keeps is apart, so that runs of both sorts stay quick.
+        report = compare(diff, looked, root=root, options=options, cache=folder and folder / "diff")
+        sys.stdout.write(FORMATS[format](report))
+        if report.new:
+            raise typer.Exit(FINDING)
+        return
     report = check(looked, root=root, options=options, cache=folder)
     if fix and _rewritten(report, root):
         report = check(looked, root=root, options=options, cache=folder)
@@ -152,6 +179,16 @@ def groups(
     sys.stdout.write(FORMATS[format](report))
     if report.new or (fail_on_slack and report.absent):
         raise typer.Exit(FINDING)
+
+
+def _alone(others: Mapping[str, bool]) -> None:
+    given = [option for option, is_given in others.items() if is_given]
+    if given:
+        raise ConfigError(
+            "revisions are compared with each other, and nothing is written",
+            equation=f"got --diff with {', '.join(given)}",
+            hint="leave one of them out",
+        )
 
 
 def _rewritten(report: Report, root: Path) -> int:

@@ -120,6 +120,7 @@ def judge(
     *,
     covers: Callable[[str], bool] = lambda path: True,
     is_there: Callable[[str], bool] = lambda path: False,
+    never: Sequence[str] = _NEVER,
 ) -> Judged:
     """Tell new findings from those that a baseline allows.
 
@@ -131,6 +132,7 @@ def judge(
         covers: Whether the run looked at a path. What lies elsewhere is not missed.
         is_there: Whether a file of that path was looked at. The entries of one that is gone go to the new
             file that has most of their names, if it has half of them and no entries of its own.
+        never: Codes that are new whatever is allowed.
     """
     covered = {key: count for key, count in baseline.items() if covers(key[0])}
     moved = _moved(findings, covered, is_there)
@@ -142,7 +144,7 @@ def judge(
         origin[now] = key
     known = set()
     for index, finding in enumerate(findings):
-        if finding.code not in _NEVER and left[finding.key] > 0:
+        if finding.code not in never and left[finding.key] > 0:
             left[finding.key] -= 1
             known.add(index)
     absent = tuple(sorted(Absent(*origin[key], count) for key, count in left.items() if count > 0))

@@ -33,7 +33,7 @@ def digest(*parts: bytes | str) -> str:
     """A hash of parts, each told apart from the next."""
     made = hashlib.blake2b(digest_size=16)
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
         made.update(len(data).to_bytes(8, "little"))
         made.update(data)
     return made.hexdigest()

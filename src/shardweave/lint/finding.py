@@ -93,6 +93,8 @@ class Report:
     """Slack of the baseline, sorted; empty in a run over part of the tree."""
     baseline: str = ""
     """Path of the baseline; empty where there is none."""
+    revision: str = ""
+    """The revision of git that stands in the place of a baseline; empty where none does."""
     num_files: int = 0
     """Files that were looked at."""
     stats: Mapping[str, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from shardweave import __version__
 from shardweave.lint.finding import CODES, READS, REEXPORTED, Absent, Finding, Report
 from shardweave.lint.marks import fingerprint, fingerprints, level
 from shardweave.lint.sarif import as_sarif
-from shardweave.lint.shown import code_span, one_line
+from shardweave.lint.shown import allows, code_span, one_line
 
 __all__ = [
     "FORMATS",
@@ -46,7 +46,7 @@ def as_text(report: Report) -> str:
         lines.append(f"{_place(finding)} {finding.code} {one_line(finding.message)}")
         if finding.hint:
             lines.append(f"    {one_line(finding.hint)}")
-    lines += [f"{one_line(absent.path)}: {_absent(absent)}" for absent in report.absent]
+    lines += [f"{one_line(absent.path)}: {_absent(absent, report)}" for absent in report.absent]
     return "\n".join([*lines, *tally(report), summary(report)]) + "\n"
 
 
@@ -60,6 +60,7 @@ def as_json(report: Report) -> str:
                 "tool": f"shardweave lint {report.tool}",
                 "version": __version__,
                 "baseline": report.baseline or None,
+                "revision": report.revision or None,
                 "num_files": report.num_files,
                 "num_findings": len(report.findings),
                 "num_new": len(report.new),
@@ -100,7 +101,7 @@ def as_github(report: Report) -> str:
         text = finding.message + (f"\n{finding.hint}" if finding.hint else "")
         lines.append(f"::{word} {properties}::{_data(text)}")
     for absent in report.absent:
-        lines.append(f"::notice file={_property(absent.path)}::{_data(_absent(absent))}")
+        lines.append(f"::notice file={_property(absent.path)}::{_data(_absent(absent, report))}")
     return "\n".join([*lines, *tally(report), summary(report)]) + "\n"
 
 
@@ -131,7 +132,7 @@ def as_gitlab(report: Report) -> str:
         key = ("absent", absent.path, absent.qualname, absent.code, absent.name)
         entries.append(
             {
-                "description": _absent(absent),
+                "description": _absent(absent, report),
                 "check_name": absent.code,
                 "fingerprint": fingerprint(key),
                 "severity": "info",
@@ -188,8 +189,11 @@ def as_markdown(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
         if len(new) > _SHOWN:
             lines.append(f"| and {len(new) - _SHOWN} more | | |")
     if report.absent:
-        lines += ["", "The baseline allows what is no longer there; take it out with `--update`:", ""]
-        lines += [f"- {code_span(absent.path)}: {_absent(absent)}" for absent in report.absent[:_SHOWN]]
+        gone = "The baseline allows what is no longer there; take it out with `--update`:"
+        lines += ["", "No longer there, or less often:" if report.revision else gone, ""]
+        lines += [
+            f"- {code_span(absent.path)}: {_absent(absent, report)}" for absent in report.absent[:_SHOWN]
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -228,12 +232,14 @@ def summary(report: Report) -> str:
     files = f"in {report.num_files} file{'s' * (report.num_files != 1)}"
     if not report.findings:
         text = f"nothing found {files}"
+    elif report.revision:
+        text = f"{new} new {files}, {known} as in {one_line(report.revision)}"
     elif report.baseline:
         text = f"{new} new {files}, {known} known by {one_line(report.baseline)}"
     else:
         text = f"{new} found {files}"
     slack = sum(absent.count for absent in report.absent)
-    return text + (f", {slack} fewer than the baseline allows" if slack else "")
+    return text + (f", {slack} fewer than {allows(report)}" if slack else "")
 
 
 def tally(report: Report) -> list[str]:
@@ -259,10 +265,10 @@ def _place(finding: Finding) -> str:
     return f"{one_line(finding.path)}:{finding.line}:{finding.column}"
 
 
-def _absent(absent: Absent) -> str:
+def _absent(absent: Absent, report: Report) -> str:
     times = f"{absent.count} time{'s' * (absent.count != 1)}"
     name, where = one_line(absent.name), one_line(absent.qualname)
-    return f"{absent.code} {name} in {where} is there {times} less than the baseline allows"
+    return f"{absent.code} {name} in {where} is there {times} less than {allows(report)}"
 
 
 FORMATS: Mapping[str, Callable[[Report], str]] = {

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from shardweave import __version__
 from shardweave.lint.finding import CODES, Absent, Finding, Report
 from shardweave.lint.marks import fingerprint, fingerprints, level
-from shardweave.lint.shown import one_line
+from shardweave.lint.shown import allows, one_line
 
 __all__ = ["FINGERPRINT", "as_sarif"]
 
@@ -30,10 +30,15 @@ def as_sarif(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
     marks = fingerprints(report.findings)
     state: Mapping[bool, str] = {True: "unchanged", False: "new"}
     results = [
-        _result(finding, index, marks[number], state[number in report.known] if report.baseline else "")
+        _result(
+            finding,
+            index,
+            marks[number],
+            state[number in report.known] if report.baseline or report.revision else "",
+        )
         for number, finding in enumerate(report.findings)
     ]
-    results += [_absent(absent, index) for absent in report.absent]
+    results += [_absent(absent, index, report) for absent in report.absent]
     run = {
         "tool": {
             "driver": {
@@ -90,15 +95,15 @@ def _result(finding: Finding, index: Mapping[str, int], mark: str, state: str) -
     return made | ({"baselineState": state} if state else {})
 
 
-def _absent(absent: Absent, index: Mapping[str, int]) -> dict[str, Any]:
+def _absent(absent: Absent, index: Mapping[str, int], report: Report) -> dict[str, Any]:
     key = absent.path, absent.qualname, absent.code, absent.name
     return {
         "ruleId": absent.code,
         "ruleIndex": index[absent.code],
         "level": "note",
         "message": {
-            "text": f"{one_line(absent.name)} in {one_line(absent.qualname)} is there less often than the "
-            f"baseline allows, by {absent.count}"
+            "text": f"{one_line(absent.name)} in {one_line(absent.qualname)} is there less often than "
+            f"{allows(report)}, by {absent.count}"
         },
         "locations": [
             {

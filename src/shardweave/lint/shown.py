@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["code_span", "one_line"]
+from shardweave.lint.finding import Report
+
+__all__ = ["allows", "code_span", "one_line"]
 
 
 def one_line(text: str) -> str:
@@ -29,6 +31,15 @@ def code_span(text: str) -> str:
         return _html(text)
     pad = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def allows(report: Report) -> str:
+    """What there may be as much of as there was.
+
+    >>> allows(Report("groups", ())), allows(Report("groups", (), revision="main"))
+    ('the baseline allows', 'in main')
+    """
+    return f"in {one_line(report.revision)}" if report.revision else "the baseline allows"
 
 
 def _html(text: str) -> str:
