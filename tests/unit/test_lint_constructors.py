@@ -491,6 +491,78 @@ def test_exit_codes_and_formats(
     assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
     assert main([*asked, "--format", "github", "--fail-on", "twice"]) == 1
     assert capsys.readouterr().out.count("::error") == 1
+    assert main([*asked, "--format", "markdown"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(
+        "### shardweave lint constructors: `pg_collection` of `core.attention.Attention`\n"
+    )
+    assert (
+        "| `use/direct.py:6:5` | SW301 | `Attention does not give pg_collection` | `add pg_collection=...` |"
+        in page
+    )
+    header, _, *rows = [line for line in page.splitlines() if line.startswith("|")]
+    head = [cell.strip() for cell in header.strip("|").split("|")]
+    totals = [
+        cell.strip() for cell in next(row for row in rows if row.startswith("| all ")).strip("|").split("|")
+    ]
+    assert dict(zip(head[1:], map(int, totals[1:]), strict=True)) == held["counts"]
+    assert "SW300" not in page and "not listed" not in page
+    assert main([*asked, "--format", "markdown", "--all"]) == 0
+    assert "SW300" in capsys.readouterr().out
+    assert main([*asked, "--format", "html"]) == 2
+
+
+def test_a_comment_allows_a_place_and_the_count_says_so(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tree)
+    (tree / "allowed.py").write_text(
+        "from core.attention import Attention\n"
+        "Attention(1, 2)  # shardweave: allow[SW301] it runs without groups\n"
+        "Attention(1, 2)  # shardweave: allow[SW302] this is another code\n"
+    )
+    asked = [
+        "lint",
+        "constructors",
+        "core.attention.Attention",
+        "core",
+        "allowed.py",
+        "--arg",
+        "pg_collection",
+    ]
+    asked.append("--no-cache")
+    assert main([*asked, "--fail-on", "missing"]) == 1
+    text = capsys.readouterr().out
+    assert "allowed.py:3:" in text and "allowed.py:2:" not in text
+    assert text.endswith("not listed: 1 allowed by comments\n")
+    assert main([*asked, "--format", "json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["findings"]
+    assert [f["allowed"] for f in listed if f["path"] == "allowed.py"] == [True, False]
+    for form in ("markdown", "sarif", "github"):
+        assert main([*asked, "--format", form]) == 0
+        assert "runs without" not in capsys.readouterr().out
+    (tree / "allowed.py").write_text((tree / "allowed.py").read_text().replace("SW302", "SW301"))
+    assert main([*asked, "--fail-on", "missing"]) == 0
+
+
+def test_settings_leave_codes_out_and_each_check_takes_its_own(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tree)
+    asked = ["lint", "constructors", "core.attention.Attention", ".", "--arg", "pg_collection", "--no-cache"]
+    settings = tree / "pyproject.toml"
+    settings.write_text("[tool.shardweave.lint]\nignore = ['SW301', 'SW201']\nselect = ['SW1']\n")
+    assert main([*asked, "--fail-on", "missing"]) == 0
+    text = capsys.readouterr().out
+    assert "SW301" not in text and "SW302" in text and "left out by the settings" in text
+    settings.write_text("[tool.shardweave.lint]\nselect = ['SW302']\n")
+    assert main([*asked, "--fail-on", "missing"]) == 0
+    assert main([*asked, "--fail-on", "none"]) == 1
+    # Codes of the other check choose nothing here, and are refused where they are asked for.
+    (tree / "read.py").write_text("from megatron.core import mpu\nmpu.get_tensor_model_parallel_rank()\n")
+    assert main(["lint", "groups", "read.py", "--no-cache"]) == 1
+    assert main(["lint", "groups", "read.py", "--no-cache", "--select", "SW302"]) == 2
+    assert "code 'SW302' is not one of SW001, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from shardweave.errors import ConfigError, FormatError
 
 __all__ = ["constructors"]
 
-_FORMATS = ("text", "json", "sarif", "github")
+_FORMATS = ("text", "json", "sarif", "github", "markdown")
 
 
 def constructors(
@@ -44,7 +44,7 @@ def constructors(
         ),
     ] = None,
     format: Annotated[
-        str, typer.Option("--format", metavar="text|json|sarif|github", help="How to say it.")
+        str, typer.Option("--format", metavar="NAME", help="text, json, sarif, github or markdown.")
     ] = "text",
     cache_dir: Annotated[
         Path | None,
@@ -59,10 +59,12 @@ def constructors(
 
     Exits with 0, or with 1 where a kind of --fail-on was found.
     """
+    from shardweave.lint import config as settings
     from shardweave.lint.cache import DEFAULT
-    from shardweave.lint.constructors import CODES, KINDS, inventory
-    from shardweave.lint.finding import Report
-    from shardweave.lint.inventory_report import as_json, as_text
+    from shardweave.lint.constructors import KINDS, inventory
+    from shardweave.lint.finding import CONSTRUCTIONS, Report
+    from shardweave.lint.groups import Options
+    from shardweave.lint.inventory_report import as_json, as_markdown, as_text
     from shardweave.lint.recorded import join, read_recording
     from shardweave.lint.report import as_github, as_sarif
 
@@ -86,14 +88,23 @@ def constructors(
             # For every other verb this is about the data; here it is the command's evidence.
             print_finding(error)
             raise typer.Exit(USAGE) from None
-    failing = tuple(finding for finding in found.findings if finding.kind in kinds)
+    config = settings.load(Path())
+    options = Options(
+        select=settings.codes_of(config.select, among=CONSTRUCTIONS),
+        ignore=settings.codes_of(config.ignore, among=CONSTRUCTIONS),
+    )
+    unwanted = frozenset(index for index, f in enumerate(found.findings) if not options.wants(f.code))
+    wanted = [f for n, f in enumerate(found.findings) if n not in unwanted and n not in found.allowed]
+    failing = tuple(finding for finding in wanted if finding.kind in kinds)
     if format == "text":
-        sys.stdout.write(as_text(found, joined, every=every))
+        sys.stdout.write(as_text(found, joined, every=every, unwanted=unwanted))
+    elif format == "markdown":
+        sys.stdout.write(as_markdown(found, every=every, unwanted=unwanted))
     elif format == "json":
         sys.stdout.write(as_json(found, joined))
     else:
-        report = Report("constructors", failing if kinds else found.findings, num_files=found.num_files)
-        sys.stdout.write(as_github(report) if format == "github" else as_sarif(report, codes=CODES))
+        report = Report("constructors", failing if kinds else tuple(wanted), num_files=found.num_files)
+        sys.stdout.write(as_github(report) if format == "github" else as_sarif(report))
     if failing:
         raise typer.Exit(FINDING)
 

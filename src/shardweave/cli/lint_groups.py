@@ -121,6 +121,7 @@ def groups(
     """
     from shardweave.lint import config as settings
     from shardweave.lint.cache import DEFAULT
+    from shardweave.lint.finding import GROUPS
     from shardweave.lint.groups import Options, check
     from shardweave.lint.report import FORMATS
 
@@ -136,8 +137,11 @@ def groups(
     options = Options(
         presets=(*presets, *settings.own(config)),
         exclude=(*config.exclude, *(exclude or ())),
-        select=settings.codes_named(select or config.select),
-        ignore=(*settings.codes_named(ignore or config.ignore), *Options().ignore),
+        select=settings.codes_named(select or settings.codes_of(config.select, among=GROUPS), among=GROUPS),
+        ignore=(
+            *settings.codes_named(ignore or settings.codes_of(config.ignore, among=GROUPS), among=GROUPS),
+            *Options().ignore,
+        ),
     )
     looked = paths or [Path(path) for path in config.paths]
     if not looked:

@@ -12,7 +12,7 @@ from shardweave.errors import ConfigError
 from shardweave.lint.finding import CODES
 from shardweave.lint.presets import PRESETS, Preset, Target
 
-__all__ = ["Config", "codes_named", "load", "own", "presets_named"]
+__all__ = ["Config", "codes_named", "codes_of", "load", "own", "presets_named"]
 
 _KEYS = ("paths", "presets", "exclude", "select", "ignore", "baseline", "cache", "target")
 _TARGET_KEYS = ("modules", "names", "code", "hint", "chained", "reexports")
@@ -97,20 +97,35 @@ def own(config: Config) -> tuple[Preset, ...]:
     return (Preset("own", targets=config.targets, definitions=modules),)
 
 
-def codes_named(beginnings: Sequence[str]) -> tuple[str, ...]:
+def codes_named(beginnings: Sequence[str], *, among: tuple[str, ...] = ("",)) -> tuple[str, ...]:
     """Beginnings of codes, each of some code.
+
+    Args:
+        beginnings: What was asked for.
+        among: What the codes that may be meant begin with.
 
     Raises:
         ConfigError: No code begins so.
     """
+    known = [code for code in CODES if code.startswith(among)]
     for text in beginnings:
-        if not text or not any(code.startswith(text) for code in CODES):
+        if not text or not codes_of((text,), among=among):
             raise ConfigError(
                 "a code is one of those that there are, or the beginning of some",
-                equation=f"code {text!r} is not one of {', '.join(CODES)}",
+                equation=f"code {text!r} is not one of {', '.join(known)}",
                 hint="write SW1 for all reads of groups, SW2 for the default group",
             )
     return tuple(beginnings)
+
+
+def codes_of(beginnings: Sequence[str], *, among: tuple[str, ...]) -> tuple[str, ...]:
+    """Those beginnings that some code of a check has.
+
+    >>> codes_of(("SW1", "SW301"), among=("SW3",))
+    ('SW301',)
+    """
+    of_check = [code for code in CODES if code.startswith(among)]
+    return tuple(text for text in beginnings if any(code.startswith(text) for code in of_check))
 
 
 def _target(path: Path, table: Any) -> Target:

@@ -7,7 +7,7 @@ never how many arguments there are, and never a list of names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardweave.errors import ConfigError
@@ -20,23 +20,9 @@ from shardweave.lint.files import Source, find, read
 from shardweave.lint.finding import Finding
 from shardweave.lint.hierarchy import Hierarchy, Initialiser, Node
 from shardweave.lint.names import Tree
+from shardweave.lint.suppress import suppressed
 
-__all__ = ["CODES", "DIRECT", "KINDS", "Inventory", "inventory"]
-
-CODES: Mapping[str, str] = {
-    "SW300": "construction that gives the argument",
-    "SW301": "construction without the argument",
-    "SW302": "construction that gives None for the argument",
-    "SW303": "construction that may give the argument in an unpacked one",
-    "SW304": "construction that can only fail: the argument twice, or one that is not taken",
-    "SW305": "construction of a subclass that does not take the argument",
-    "SW306": "class in a spec, for somebody else to construct",
-    "SW307": "class in a partial",
-    "SW308": "class handed on, for anybody to construct",
-    "SW309": "subclass that does not pass the argument on",
-    "SW310": "subclass that passes the argument on",
-}
-"""Codes and what they are."""
+__all__ = ["DIRECT", "KINDS", "Inventory", "inventory"]
 
 _CODE_OF = {
     "keyword": "SW300", "positional": "SW300", "missing": "SW301", "none": "SW302", "args": "SW303",
@@ -71,6 +57,8 @@ class Inventory:
     num_files: int
     unread: tuple[str, ...] = ()
     """Files that are no Python, with the reason."""
+    allowed: frozenset[int] = frozenset()
+    """Indices of the `findings` that comments of the code allow."""
 
     def counts(self, name: str = "") -> dict[str, int]:
         """How many findings there are of each kind, in the order of `KINDS`.
@@ -111,8 +99,14 @@ def inventory(
     sources = find(paths, root=root, exclude=exclude)
     read(sources)
     search = _Search(sources, load(sources, cache=Cache(cache)), argument, specs or {"ModuleSpec": "module"})
-    target = search.named(cls)
-    return search.run(target)
+    made = search.run(search.named(cls))
+    # Of an inventory of one class, comments about others are not unused.
+    left, _ = suppressed(
+        made.findings, ((source.path, source.text) for source in sources), judged=lambda code: False
+    )
+    kept = set(left)
+    allowed = (index for index, finding in enumerate(made.findings) if finding not in kept)
+    return replace(made, allowed=frozenset(allowed))
 
 
 @dataclass(slots=True)

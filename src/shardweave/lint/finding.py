@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CODES", "READS", "REEXPORTED", "Absent", "Finding", "Report"]
+__all__ = ["CODES", "CONSTRUCTIONS", "GROUPS", "READS", "REEXPORTED", "Absent", "Finding", "Report"]
 
 CODES: Mapping[str, str] = {
     "SW001": "file that cannot be read or is no Python",
@@ -23,8 +23,23 @@ CODES: Mapping[str, str] = {
     "SW201": "collective on the default group",
     "SW202": "default group by name",
     "SW203": "default group for a message only",
+    "SW300": "construction that gives the argument",
+    "SW301": "construction without the argument",
+    "SW302": "construction that gives None for the argument",
+    "SW303": "construction that may give the argument in an unpacked one",
+    "SW304": "construction that can only fail: the argument twice, or one that is not taken",
+    "SW305": "construction of a subclass that does not take the argument",
+    "SW306": "class in a spec, for somebody else to construct",
+    "SW307": "class in a partial",
+    "SW308": "class handed on, for anybody to construct",
+    "SW309": "subclass that does not pass the argument on",
+    "SW310": "subclass that passes the argument on",
 }
-"""Codes of the groups checks and what they are; SW3xx are in `shardweave.lint.constructors`."""
+"""Codes and what they are."""
+
+GROUPS = ("SW0", "SW1", "SW2")
+CONSTRUCTIONS = ("SW3",)
+"""What the codes of each check begin with."""
 
 READS: Mapping[str, str] = {"SW101": "accessor", "SW102": "predicate", "SW103": "shim"}
 """The codes that the number of reads consists of, and what one of them is called."""

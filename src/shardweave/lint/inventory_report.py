@@ -10,13 +10,15 @@ from typing import Any
 from shardweave import __version__
 from shardweave.lint.constructors import KINDS, Inventory
 from shardweave.lint.recorded import Joined
-from shardweave.lint.shown import one_line
+from shardweave.lint.shown import code_span, one_line
 
 __all__ = ["SCHEMA", "as_json", "as_text"]
 
 SCHEMA = 1
 """Version of the JSON form. It grows when a key changes its meaning or goes; new keys do not count."""
 
+_SHOWN = 100
+"""Places that Markdown lists, whose readers limit its size."""
 _QUIET = frozenset(
     (
         "keyword",
@@ -28,18 +30,25 @@ _QUIET = frozenset(
 """Kinds with which nothing is to be done."""
 
 
-def as_text(inventory: Inventory, joined: Joined | None = None, *, every: bool = False) -> str:
+def as_text(
+    inventory: Inventory,
+    joined: Joined | None = None,
+    *,
+    every: bool = False,
+    unwanted: Set[int] = frozenset(),
+) -> str:
     """A line for each place where something may be to do, and a table.
 
     Args:
         inventory: What was found.
         joined: What a recording saw of it.
         every: List the places that give the argument too.
+        unwanted: Indices of findings that are not listed. Those that comments allow are not either.
     """
     lines = []
     surprises = set(joined.surprises(inventory)) if joined is not None else set()
     for index, finding in enumerate(inventory.findings):
-        if finding.kind in _QUIET and not every:
+        if (finding.kind in _QUIET and not every) or index in unwanted or index in inventory.allowed:
             continue
         place = f"{one_line(finding.path)}:{finding.line}:{finding.column}"
         lines.append(f"{place} {finding.code} {one_line(finding.message)}")
@@ -58,7 +67,51 @@ def as_text(inventory: Inventory, joined: Joined | None = None, *, every: bool =
     lines += [f"{one_line(reason)}" for reason in inventory.unread]
     if lines:
         lines.append("")
-    return "\n".join([*lines, *_table(inventory)]) + "\n"
+    return "\n".join([*lines, *_table(inventory), *_apart(inventory, unwanted)]) + "\n"
+
+
+def as_markdown(inventory: Inventory, *, every: bool = False, unwanted: Set[int] = frozenset()) -> str:
+    """A summary for a page of a CI: the table, and a row for each place where something may be to do.
+
+    Args:
+        inventory: What was found.
+        every: List the places that give the argument too.
+        unwanted: Indices of findings that are not listed. Those that comments allow are not either.
+    """
+    name, cls = code_span(inventory.argument), code_span(inventory.cls)
+    lines = [f"### shardweave lint constructors: {name} of {cls}", ""]
+    kinds = list(inventory.counts())
+    if kinds:
+        lines += [f"| | {' | '.join(kinds)} |", f"|---|{'---:|' * len(kinds)}"]
+        rows = [(code_span(member), inventory.counts(member)) for member in inventory.family]
+        for head, counts in (*rows, *([("all", inventory.counts())] if len(rows) > 1 else [])):
+            lines.append(f"| {head} | {' | '.join(str(counts.get(kind, 0)) for kind in kinds)} |")
+    else:
+        lines.append(f"Nobody constructs it in {inventory.num_files} files.")
+    listed = [
+        finding
+        for index, finding in enumerate(inventory.findings)
+        if (every or finding.kind not in _QUIET) and index not in unwanted and index not in inventory.allowed
+    ]
+    if listed:
+        lines += ["", "| place | code | | to do |", "|---|---|---|---|"]
+        for finding in listed[:_SHOWN]:
+            place = code_span(f"{finding.path}:{finding.line}:{finding.column}")
+            said, hint = code_span(finding.message), code_span(finding.hint)
+            lines.append(f"| {place} | {finding.code} | {said} | {hint} |")
+        if len(listed) > _SHOWN:
+            lines.append(f"| and {len(listed) - _SHOWN} more | | | |")
+    for line in _apart(inventory, unwanted):
+        lines += ["", line]
+    return "\n".join(lines) + "\n"
+
+
+def _apart(inventory: Inventory, unwanted: Set[int]) -> list[str]:
+    """How many of the table are not listed for another reason than their kind."""
+    allowed, ignored = len(inventory.allowed), len(unwanted - inventory.allowed)
+    said = [f"{allowed} allowed by comments"] if allowed else []
+    said += [f"{ignored} left out by the settings"] if ignored else []
+    return [f"not listed: {', '.join(said)}"] if said else []
 
 
 def _seen(joined: Joined, index: int, surprises: Set[int]) -> str:
@@ -100,6 +153,8 @@ def as_json(inventory: Inventory, joined: Joined | None = None) -> str:
         joined: What a recording saw of it.
     """
     findings: list[dict[str, Any]] = [asdict(finding) for finding in inventory.findings]
+    for index, finding in enumerate(findings):
+        finding["allowed"] = index in inventory.allowed
     made: dict[str, Any] = {
         "schema": SCHEMA,
         "tool": "shardweave lint constructors",

@@ -170,7 +170,7 @@ def _attribute(text: str) -> str:
     return quoteattr(one_line(text))
 
 
-def as_markdown(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
+def as_markdown(report: Report) -> str:
     """A summary for a page of a CI, such as ``$GITHUB_STEP_SUMMARY``."""
     new = report.new
     lines = [f"### shardweave lint {report.tool}: {summary(report)}", ""]
@@ -180,7 +180,7 @@ def as_markdown(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
         lines += ["| code | | new | all |", "|---|---|---:|---:|"]
         every, fresh = (Counter(f.code for f in some) for some in (report.findings, new))
         lines += [
-            f"| {code} | {codes.get(code, '')} | {fresh[code]} | {every[code]} |" for code in sorted(every)
+            f"| {code} | {CODES.get(code, '')} | {fresh[code]} | {every[code]} |" for code in sorted(every)
         ]
     if new:
         lines += ["", "| place | code | |", "|---|---|---|"]
@@ -197,13 +197,13 @@ def as_markdown(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_stats(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
+def as_stats(report: Report) -> str:
     """Counts by code, by kind and by file, known findings included."""
     lines = [summary(report), ""]
     by_code = Counter(finding.code for finding in report.findings)
     by_kind = Counter((finding.code, finding.kind) for finding in report.findings if finding.kind)
     for code in sorted(by_code):
-        lines.append(f"{by_code[code]:7}  {code}  {codes.get(code, '')}".rstrip())
+        lines.append(f"{by_code[code]:7}  {code}  {CODES.get(code, '')}".rstrip())
         for (of, kind), count in sorted(by_kind.items()):
             if of == code:
                 lines.append(f"{count:11}  {kind}")

@@ -23,7 +23,7 @@ FINGERPRINT = "shardweaveBaselineKey/v1"
 _ROOT = "%SRCROOT%"
 
 
-def as_sarif(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
+def as_sarif(report: Report) -> str:
     """A SARIF log with one run. Known findings are ``unchanged``, slack of the baseline is ``absent``."""
     used = sorted({finding.code for finding in report.findings} | {absent.code for absent in report.absent})
     index = {code: number for number, code in enumerate(used)}
@@ -44,7 +44,7 @@ def as_sarif(report: Report, *, codes: Mapping[str, str] = CODES) -> str:
             "driver": {
                 "name": "shardweave lint",
                 "semanticVersion": __version__,
-                "rules": [_rule(code, codes.get(code, code)) for code in used],
+                "rules": [_rule(code, CODES.get(code, code)) for code in used],
             }
         },
         "automationDetails": {"id": f"shardweave-lint/{report.tool}/"},
