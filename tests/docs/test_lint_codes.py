@@ -17,8 +17,9 @@ GROUPS, CONSTRUCTORS = (
 )
 PAGE = (Path(__file__).parents[2] / "docs" / "lint-codes.md").read_text(encoding="utf-8")
 HEADER = "from megatron.core import parallel_state\nimport torch\n\n"
+# The example of a file that is no Python is marked as text.
 SECTIONS = {
-    match[1]: re.findall(r"^```py\n(.*?)^```$", match[2], re.MULTILINE | re.DOTALL)
+    match[1]: re.findall(r"^```(?:py|text)\n(.*?)^```$", match[2], re.MULTILINE | re.DOTALL)
     for match in re.finditer(r"^### (SW\d{3})\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
 }
 FILE = re.compile(r"^# ([\w/]+\.py)\n", re.MULTILINE)
