@@ -15,7 +15,7 @@ import pytest
 from shardweave.cli import main
 from shardweave.errors import ConfigError
 from shardweave.lint.binding import bind
-from shardweave.lint.classes import Parameter, Shape
+from shardweave.lint.class_rows import Parameter, Shape
 from shardweave.lint.constructors import Inventory, inventory
 from shardweave.lint.inventory_report import as_json, as_text
 

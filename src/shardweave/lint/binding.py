@@ -1,6 +1,6 @@
 """What the arguments of a call are to the parameters of a function.
 
->>> from shardweave.lint.classes import Parameter, Shape
+>>> from shardweave.lint.class_rows import Parameter, Shape
 >>> init = [Parameter("config", "b", ""), Parameter("group", "b", "n")]
 >>> bind(Shape("vv", {}), init, "group").kind
 'positional'
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardweave.lint.classes import Parameter, Shape
+from shardweave.lint.class_rows import Parameter, Shape
 
 __all__ = ["GIVEN", "Bound", "bind", "leftover"]
 

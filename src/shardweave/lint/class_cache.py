@@ -12,14 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from shardweave.lint.cache import Cache, digest
-from shardweave.lint.classes import ClassRow, Field, Init, Parameter, Shape, Site, read_classes
+from shardweave.lint.class_rows import ClassRow, Field, Init, Parameter, Shape, Site
+from shardweave.lint.classes import read_classes
 from shardweave.lint.facts import Facts
 from shardweave.lint.files import Source
 from shardweave.lint.read import read_facts
 
 __all__ = ["FileIndex", "load"]
 
-_PARTS = ("class_cache", "classes", "facts", "files", "reach", "read", "scopes", "shapes")
+_PARTS = (
+    "class_cache",
+    "class_rows",
+    "class_syntax",
+    "classes",
+    "facts",
+    "files",
+    "reach",
+    "read",
+    "scopes",
+    "shapes",
+)
 """The code that decides what an entry holds: another version of it keeps nothing of the last."""
 
 

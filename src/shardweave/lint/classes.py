@@ -1,119 +1,34 @@
 """The classes of a file, and every place of it that constructs one or hands one on.
 
 What a name stands for is the matter of `shardweave.lint.scopes`; this pass looks at what is done with it.
-Rows are plain values, so that they can be kept in a cache as JSON.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+from shardweave.lint.class_rows import ClassRow, Field, Init, Shape, Site
+from shardweave.lint.class_syntax import (
+    all_of,
+    as_written,
+    is_false,
+    is_true,
+    keys_of,
+    letter,
+    parameters_of,
+)
 from shardweave.lint.facts import Facts
+from shardweave.lint.shapes import last_name
 
-__all__ = ["ClassRow", "Field", "Init", "Parameter", "Shape", "Site", "read_classes"]
-
-
-class Shape(NamedTuple):
-    """The arguments of a call, as far as binding asks."""
-
-    positional: str
-    """A letter each: ``v`` a value, ``n`` None, ``*`` some unpacked ones, ``a`` the own ``*args``."""
-    keywords: dict[str, str]
-    """``v`` or ``n`` for each; under ``**`` there is ``*`` for an unpacked mapping, ``k`` for the own one."""
-
-
-class Parameter(NamedTuple):
-    """A parameter of an ``__init__`` after ``self``."""
-
-    name: str
-    kind: str
-    """``p`` positional only, ``b`` both, ``k`` keyword only, ``a`` for ``*args``, ``w`` for ``**kwargs``."""
-    default: str
-    """Empty without one, ``n`` for None, else ``v``."""
-
-
-class Init(NamedTuple):
-    """An ``__init__`` or ``__new__`` that is written out."""
-
-    line: int
-    parameters: list[Parameter]
-
-
-class Field(NamedTuple):
-    """An annotated name of a class body: a field, where the class is a dataclass."""
-
-    name: str
-    default: str
-    is_init: bool
-    is_keyword: bool
-    is_marker: bool
-    """``_: KW_ONLY``: the fields behind it are keyword only."""
-
-
-class Site(NamedTuple):
-    """One place where a class may be constructed or handed on."""
-
-    form: str
-    """``call``, ``cls`` (of the class itself, from within), ``super``, ``base`` (``Base.__init__(self)``),
-    ``partial``, ``arg`` (given to a call) or ``escape``."""
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-    qualname: str
-    values: list[str]
-    """As in `shardweave.lint.facts`."""
-    shape: Shape
-    text: str
-    """For ``arg`` the callee, for ``escape`` what happens, for ``cls`` the method."""
-    callee: list[str]
-    """For ``arg`` the values of the callee."""
-    keyword: str
-    """For ``arg`` the keyword, or the position as digits."""
-    params: list[str]
-    """For ``arg`` the keys of a dict that is written out beside it as ``params``."""
-
-
-class ClassRow(NamedTuple):
-    """A class as it is written."""
-
-    qualname: str
-    line: int
-    bases: list[list[str]]
-    """Values of each base; a text without a colon where it comes from outside all that is known."""
-    dataclass: dict[str, bool] | None
-    """The options of the decorator that are written out; None for no dataclass."""
-    fields: list[Field]
-    init: Init | None
-    new: Init | None
-    methods: list[str]
-    chains: list[Site]
-    """Calls of ``super().__init__`` and of ``Base.__init__`` in its methods."""
-
+__all__ = ["read_classes"]
 
 _NO_SHAPE = Shape("", {})
-_OBSERVERS = frozenset(
-    (
-        "isinstance",
-        "issubclass",
-        "type",
-        "hasattr",
-        "getattr",
-        "id",
-        "repr",
-        "str",
-        "print",
-        "callable",
-        "super",
-        "len",
-        "hash",
-        "vars",
-        "dir",
-        "cast",
-    )
-)
+_OBSERVERS = frozenset((
+    "isinstance", "issubclass", "type", "hasattr", "getattr", "id", "repr", "str", "print",
+    "callable", "super", "len", "hash", "vars", "dir", "cast",
+))  # fmt: skip
 """Calls that construct nothing of what they are given."""
 
 
@@ -201,18 +116,18 @@ class _Reader:
         letters = ""
         for arg in call.args[skip:]:
             if not isinstance(arg, ast.Starred):
-                letters += _letter(arg)
+                letters += letter(arg)
             elif isinstance(arg.value, ast.Tuple | ast.List):
                 for item in arg.value.elts:
-                    letters += "*" if isinstance(item, ast.Starred) else _letter(item)
+                    letters += "*" if isinstance(item, ast.Starred) else letter(item)
             else:
                 letters += "a" if isinstance(arg.value, ast.Name) and arg.value.id == self.varargs else "*"
         keywords: dict[str, str] = {}
         for part in call.keywords:
             if part.arg is not None:
-                keywords[part.arg] = _letter(part.value)
+                keywords[part.arg] = letter(part.value)
                 continue
-            known, whole = _written(part.value)
+            known, whole = keys_of(part.value)
             keywords.update(known)
             if not whole:
                 is_own = isinstance(part.value, ast.Name) and part.value.id == self.kwargs
@@ -227,20 +142,20 @@ class _Reader:
         elif isinstance(node, ast.ClassDef):
             self.class_(node)
         elif isinstance(node, ast.Assign):
-            self.value(node.value, f"assigned to {_said(node.targets[0])}")
+            self.value(node.value, f"assigned to {as_written(node.targets[0])}")
             self.aliases(node.targets, node.value)
             for target in node.targets:
                 self.value(target, "")
         elif isinstance(node, ast.AnnAssign):
             if node.value is not None:
-                self.value(node.value, f"assigned to {_said(node.target)}")
+                self.value(node.value, f"assigned to {as_written(node.target)}")
         elif isinstance(node, ast.Return):
             if node.value is not None:
                 self.value(node.value, "returned")
         elif isinstance(node, ast.If):
             test, body, orelse = node.test, node.body, node.orelse
             negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-            if _last(test.operand if negated else test) == "TYPE_CHECKING":  # type: ignore[attr-defined]
+            if last_name(test.operand if negated else test) == "TYPE_CHECKING":  # type: ignore[attr-defined]
                 body, orelse = (body, []) if negated else ([], orelse)
             self.value(test, "")
             for statement in (*body, *orelse):
@@ -280,12 +195,12 @@ class _Reader:
                 self.used(decorator, "call", decorator, shape=Shape("v", {}))
         self.defaults(node.args)
         before = self.instances, self.own, self.method, self.varargs, self.kwargs
-        every = {arg.arg for arg in _every(node.args)}
+        every = {arg.arg for arg in all_of(node.args)}
         self.instances, self.own = self.instances - every, self.own - every
         if self.holders and self.names and self.names[-1] == self.holders[-1].qualname.rpartition(".")[2]:
             self.method = node.name
             row = self.holders[-1]
-            words = {_last(decorator) for decorator in node.decorator_list}
+            words = {last_name(decorator) for decorator in node.decorator_list}
             first = (*node.args.posonlyargs, *node.args.args)[:1]
             if "staticmethod" not in words or node.name == "__new__":
                 names = frozenset(arg.arg for arg in first)
@@ -299,7 +214,7 @@ class _Reader:
                     self.instances, self.own = names, self.own - names
             row.methods.append(node.name)
             if node.name in ("__init__", "__new__"):
-                init = Init(node.lineno, _parameters(node.args)[1:] if first else _parameters(node.args))
+                init = Init(node.lineno, parameters_of(node.args)[1:] if first else parameters_of(node.args))
                 self.holders[-1] = (
                     row._replace(init=init) if node.name == "__init__" else row._replace(new=init)
                 )
@@ -359,14 +274,14 @@ class _Reader:
                 continue
             default, is_init, is_keyword = "", True, False
             if part.value is not None:
-                default = _letter(part.value)
-                if isinstance(part.value, ast.Call) and _last(part.value.func) == "field":
+                default = letter(part.value)
+                if isinstance(part.value, ast.Call) and last_name(part.value.func) == "field":
                     said_of = {word.arg: word.value for word in part.value.keywords if word.arg}
                     default = "v" if {"default", "default_factory"} & set(said_of) else ""
                     if "default" in said_of:
-                        default = _letter(said_of["default"])
-                    is_init = not _is_false(said_of.get("init"))
-                    is_keyword = _is_true(said_of.get("kw_only"))
+                        default = letter(said_of["default"])
+                    is_init = not is_false(said_of.get("init"))
+                    is_keyword = is_true(said_of.get("kw_only"))
             marker = said.rpartition(".")[2] == "KW_ONLY"
             found.append(Field(part.target.id, default, is_init, is_keyword, marker))
         return found
@@ -480,7 +395,7 @@ class _Reader:
             if isinstance(first, ast.Name | ast.Attribute) and self.values.get(self.place(first)):
                 self.used(first, "partial", node, shape=self.shape(node, 1))
             else:
-                self.value(first, f"passed to {_last(func)}")
+                self.value(first, f"passed to {last_name(func)}")
         elif isinstance(plain, ast.Name | ast.Attribute):
             self.used(plain, "call", node, shape=self.shape(node))
             if isinstance(plain, ast.Attribute):
@@ -490,10 +405,10 @@ class _Reader:
                 # getattr(module, "Name")(...)
                 self.used(func, "call", node, shape=self.shape(node))
             self.value(func, "")
-        said = _said(func)
+        said = as_written(func)
         observes = said.rpartition(".")[2] in _OBSERVERS
         skip = len(node.args) - len(passed)
-        params = [key for part in node.keywords if part.arg == "params" for key in _written(part.value)[0]]
+        params = [key for part in node.keywords if part.arg == "params" for key in keys_of(part.value)[0]]
         callee = [] if observes else self.values.get(self.place(func), []) if hasattr(func, "lineno") else []
         for index, arg in enumerate(passed, skip):
             self.argument(arg, str(index), said, observes, callee, params)
@@ -523,7 +438,7 @@ class _Reader:
 
     def chain(self, node: ast.Call, func: ast.Attribute) -> None:
         owner = func.value
-        if isinstance(owner, ast.Call) and _last(owner.func) == "super":
+        if isinstance(owner, ast.Call) and last_name(owner.func) == "super":
             self.add("super", node, [], shape=self.shape(node), text=self.method)
         elif isinstance(owner, ast.Name | ast.Attribute):
             values = [value.removesuffix(".__init__") for value in self.values.get(self.place(func), [])]
@@ -540,72 +455,4 @@ def _is(values: Sequence[str], node: ast.AST, *wanted: str) -> bool:
     """
     if any(":" in value for value in values):
         return any(value in wanted or value.replace(":", ".") in wanted for value in values)
-    return _last(node) in {name.partition(":")[2] for name in wanted}
-
-
-def _letter(node: ast.AST) -> str:
-    return "n" if isinstance(node, ast.Constant) and node.value is None else "v"
-
-
-def _written(node: ast.expr) -> tuple[Mapping[str, str], bool]:
-    """Keys of a mapping that is written out, and whether these are all."""
-    found: dict[str, str] = {}
-    whole = True
-    if isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                found[key.value] = _letter(value)
-            else:
-                whole = False
-        return found, whole
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
-        for part in node.keywords:
-            if part.arg is None:
-                whole = False
-            else:
-                found[part.arg] = _letter(part.value)
-        return found, whole and not node.args
-    return {}, False
-
-
-def _every(args: ast.arguments) -> list[ast.arg]:
-    found = [*args.posonlyargs, *args.args, *args.kwonlyargs]
-    return found + [arg for arg in (args.vararg, args.kwarg) if arg is not None]
-
-
-def _parameters(args: ast.arguments) -> list[Parameter]:
-    plain = [*((arg, "p") for arg in args.posonlyargs), *((arg, "b") for arg in args.args)]
-    defaults = ["" for _ in range(len(plain) - len(args.defaults))] + [
-        _letter(part) for part in args.defaults
-    ]
-    found = [Parameter(arg.arg, kind, default) for (arg, kind), default in zip(plain, defaults, strict=True)]
-    if args.vararg:
-        found.append(Parameter(args.vararg.arg, "a", ""))
-    for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append(Parameter(arg.arg, "k", "" if value is None else _letter(value)))
-    if args.kwarg:
-        found.append(Parameter(args.kwarg.arg, "w", ""))
-    return found
-
-
-def _last(node: ast.AST) -> str:
-    if isinstance(node, ast.Call):
-        return _last(node.func)
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _said(node: ast.AST) -> str:
-    """A name or a chain of attributes as it is written."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{_said(node.value)}.{node.attr}"
-    return f"{_said(node.func)}()" if isinstance(node, ast.Call) else "an item"
-
-
-def _is_true(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is True
-
-
-def _is_false(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
+    return last_name(node) in {name.partition(":")[2] for name in wanted}

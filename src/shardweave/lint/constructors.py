@@ -14,7 +14,7 @@ from shardweave.errors import ConfigError
 from shardweave.lint.binding import Bound
 from shardweave.lint.cache import Cache
 from shardweave.lint.class_cache import FileIndex, load
-from shardweave.lint.classes import Site
+from shardweave.lint.class_rows import Site
 from shardweave.lint.facts import Facts
 from shardweave.lint.files import Source, find, read
 from shardweave.lint.finding import Finding

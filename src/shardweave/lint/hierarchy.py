@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardweave.lint.binding import Bound, bind, leftover
-from shardweave.lint.classes import ClassRow, Parameter, Shape, Site
+from shardweave.lint.class_rows import ClassRow, Parameter, Shape, Site
 from shardweave.lint.files import Source
 from shardweave.lint.names import Tree
 
