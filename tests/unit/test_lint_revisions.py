@@ -95,13 +95,14 @@ def test_the_working_tree_is_neither_read_nor_touched(tmp_path: Path, commit: Co
 
 
 def test_three_dots_compare_with_where_the_branch_began(tmp_path: Path, commit: Commit) -> None:
-    commit(a=HEAD + function("f", GET))
+    began = commit(a=HEAD + function("f", GET))
     git(tmp_path, "checkout", "--quiet", "-b", "topic")
     commit(b=HEAD + function("f", RANK))
     git(tmp_path, "checkout", "--quiet", "main")
     commit(a=HEAD)
     assert said(compare("main..topic", [Path()], root=tmp_path)) == [("a.py", "f", GET), ("b.py", "f", RANK)]
-    assert said(compare("main...topic", [Path()], root=tmp_path)) == [("b.py", "f", RANK)]
+    parted = compare("main...topic", [Path()], root=tmp_path)
+    assert (said(parted), parted.revision) == ([("b.py", "f", RANK)], began[:12])
 
 
 def test_names_are_followed_in_each_revision_as_it_was(tmp_path: Path, commit: Commit) -> None:

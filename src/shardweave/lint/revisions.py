@@ -61,8 +61,10 @@ def compare(
     named = _two(revisions)
     top, prefix = os.fsdecode(_git(root, "rev-parse", "--show-toplevel", "--show-prefix")).split("\n")[:2]
     base, head = (_commit(root, name) for name in named)
+    against = named[0]
     if "..." in revisions:
         base = _git(root, "merge-base", base, head, why="the two have no common ancestor").decode().strip()
+        against = base[:12]  # the branch itself may have gone on
     below = [_below(path, root) for path in paths]
     trees = [_Tree.read(Path(top), commit) for commit in (base, head)]
     for path in below:
@@ -88,7 +90,7 @@ def compare(
         is_there=lambda path: trees[1].has(prefix + path),
         never=(),
     )
-    return replace(after, known=judged.known, absent=judged.absent, revision=named[0])
+    return replace(after, known=judged.known, absent=judged.absent, revision=against)
 
 
 def _two(revisions: str) -> tuple[str, str]:
