@@ -14,9 +14,10 @@ from refit_world import World, all_alike, bits, content, engine_layout, succeede
 from torch.distributed import HashStore
 
 from shardweave.errors import PlanError, TransportError
+from shardweave.move.asking import Asker
 from shardweave.refit import Publisher, Receiver
 from shardweave.refit.meeting import ABORT, AGAIN, COMMIT, Meeting
-from shardweave.refit.waiting import Asker, uninterrupted
+from shardweave.refit.waiting import uninterrupted
 
 
 def seats(store: HashStore, timeout_s: float = 5.0) -> Callable[[int, str], Meeting]:

@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from shardweave.errors import ExistsError, FormatError, JournalError, PathError
+from shardweave.store.sync import sync
 
 FOLDER = ".shardweave"
 _IDENTITY, _READY, _CLEARED, _LOCK = "identity.json", "ready.json", "cleared", "lock"
@@ -254,10 +255,5 @@ def _remove(path: Path) -> None:
 
 
 def _sync_folder(path: Path, fsync: bool) -> None:
-    if not fsync:
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if fsync:
+        sync(path)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import shardweave.errors
 from shardweave.errors import ShardweaveError, TransportError, TransportTimeoutError
 from shardweave.layout.layout import format_ranks
-from shardweave.refit.waiting import Asker
+from shardweave.move.asking import Asker
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

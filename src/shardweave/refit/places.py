@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from shardweave.errors import FormatError, NotationError, TransportError, TransportTimeoutError
+from shardweave.move.asking import Asker
 from shardweave.refit.status import PREFIX
-from shardweave.refit.waiting import Asker
 
 MOST_FILE_BYTES = 1 << 32
 _MOST_KEY_BYTES = 1 << 12

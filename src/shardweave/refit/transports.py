@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardweave.errors import GeometryError
 from shardweave.move import CollectiveTransport, NixlTransport, SharedTransport, Transport, process_group
-from shardweave.refit.waiting import Asker
+from shardweave.move.asking import Asker
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from shardweave.store.native_agree import file_of
 from shardweave.store.native_manifest import About, encode
 from shardweave.store.safetensors import files_of
 from shardweave.store.safetensors_header import read_header, render_header
+from shardweave.store.sync import sync
 
 _METADATA = {"format": "shardweave"}
 
@@ -78,21 +78,13 @@ def finish(manifest: Manifest, digests: Mapping[Extent, bytes], about: About, *,
     for name in manifest.files:
         read_header(root / name, name)
         if fsync:
-            _sync(root / name)
+            sync(root / name)
     tensors = [replace(tensor, key=f"model/{name}") for name, tensor in manifest.tensors.items()]
     of_key = {tensor.key: [digests[extent] for extent in tensor.extents] for tensor in tensors}
     temporary = root / f".{MANIFEST}.tmp"
     temporary.write_bytes(encode(manifest.files, tensors, of_key, about))
     if fsync:
-        _sync(temporary)
+        sync(temporary)
     temporary.replace(root / MANIFEST)
     if fsync:
-        _sync(root)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync(root)

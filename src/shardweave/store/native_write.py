@@ -38,6 +38,7 @@ from shardweave.store.native_held import Held
 from shardweave.store.native_manifest import About
 from shardweave.store.read import Array
 from shardweave.store.safetensors_header import read_header, render_header
+from shardweave.store.sync import sync
 
 SAVING = ".saving-"
 """How the folder begins in which a checkpoint is written."""
@@ -300,11 +301,7 @@ class Saver:
 
     def _sync(self, folder: Path) -> None:
         if self._fsync:
-            fd = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync(folder)
 
     def _prune(self, newest: Path) -> None:
         """Remove what is older than the newest few, the manifest first: half of one is none."""

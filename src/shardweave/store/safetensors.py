@@ -8,7 +8,6 @@ most, so ``read`` proves both before it returns.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -21,6 +20,7 @@ from shardweave.store.manifest import Manifest, StoredTensor, TensorSpec
 from shardweave.store.paths import inside
 from shardweave.store.safetensors_header import METADATA, Header, check_spec, read_header, render_header
 from shardweave.store.strict_json import is_text_map, is_utf8, read_json, some
+from shardweave.store.sync import sync
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -378,7 +378,7 @@ def finish(manifest: Manifest, *, fsync: bool = True) -> None:
         path = inside(root, name, where=str(root))
         found |= read_header(path, name).tensors
         if fsync:
-            _fsync(path)
+            sync(path)
     changed = [key for key in {**found, **manifest.tensors} if found.get(key) != manifest.tensors.get(key)]
     if changed:
         raise FormatError(
@@ -395,18 +395,10 @@ def finish(manifest: Manifest, *, fsync: bool = True) -> None:
         temporary = root / f"{INDEX}.tmp"
         temporary.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if fsync:
-            _fsync(temporary)
+            sync(temporary)
         temporary.replace(root / INDEX)
     if fsync:
-        _fsync(root)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync(root)
 
 
 def _require_room(root: Path) -> None:

@@ -32,6 +32,7 @@ from shardweave.store import torch_index, torch_save
 from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor, TensorSpec
 from shardweave.store.paths import inside
 from shardweave.store.pickles_write import from_plain
+from shardweave.store.sync import sync
 from shardweave.store.tiling import prove_tiling
 from shardweave.store.torch_dist import COMMON, CONFIG, INDEX
 from shardweave.store.torch_index import Place
@@ -171,7 +172,7 @@ def finish(manifest: Manifest, checksums: Mapping[Extent, int] | None = None, *,
                 os.fsync(file.fileno())
     (root / f"{INDEX}.tmp").replace(root / INDEX)
     if fsync:
-        _fsync_folder(root)
+        sync(root)
 
 
 def _as_laid_out(root: Path, name: str, size: int) -> io.FileIO:
@@ -263,11 +264,3 @@ def _check_records(records: Mapping[str, Any], keys: set[str]) -> None:
         torch_save.records(data, 0, len(data), where=f"object {key!r}")
     torch_save.stream(records.get("common", {}))
     json.dumps(dict(records.get("metadata", MEGATRON_CONFIG)))
-
-
-def _fsync_folder(root: Path) -> None:
-    descriptor = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ rather than their weights go to the ranks that need them (``train/model.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import (
@@ -83,7 +84,7 @@ def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], d
         for role, tensor in block.tensors.items():
             rules += _rules(block, role, tensor, mesh, stages, at_end=at_end)
     if dtype:
-        rules = [_cast(rule, dtype) for rule in rules]
+        rules = [replace(rule, dtype=dtype) for rule in rules]
     return Layout("train", mesh, tuple(rules))
 
 
@@ -146,9 +147,3 @@ def _rules(
         )
     dims[1] = along(mesh, "ep", lambda rank: even(tensor.dims[1], ep, rank))
     yield BufferRule(tensor.name.replace(".{expert}", ""), parts, tuple(dims), stacked=(1, 2, 3))
-
-
-def _cast(rule: BufferRule, dtype: str) -> BufferRule:
-    return BufferRule(
-        rule.name, rule.parts, rule.dims, rule.stacked, rule.numbers, rule.where, dtype, rule.transform
-    )

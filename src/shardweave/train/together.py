@@ -12,20 +12,19 @@ raise it, and every communicator stays as it is.
 from __future__ import annotations
 
 import gc
-import queue
 import re
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
 
 from shardweave import errors
 from shardweave.errors import ShardweaveError, TransportError
+from shardweave.move.asking import Asker
 from shardweave.train.collectives import gather_parts
 from shardweave.train.grid import Group, Groups
 
@@ -106,11 +105,13 @@ IndexError: pop from empty list. hint: look at the log of that rank
         """The error that all raise: this one if no other came before it."""
         mine = _encode(error, self.rank)
         try:
-            found = _ask(lambda: self._store.compare_set(_KEY, "", mine.decode()), within_s=self._timeout_s)
+            found = Asker().ask(
+                lambda: self._store.compare_set(_KEY, "", mine.decode()), within_s=self._timeout_s
+            )
         except (RuntimeError, TimeoutError):
             # Whoever serves the store is gone as well. The report is the same, if only of this rank.
             found = mine
-        return _decode(found)
+        return _decode(bytes(found))
 
 
 def agree(error: Exception | None, *, group: Group, device: str | torch.device = "cpu") -> None:
@@ -196,26 +197,6 @@ def _unreadable(equation: str) -> TransportError:
         equation=equation,
         hint="give each run a prefix of the store for itself, and every rank the same version",
     )
-
-
-def _ask(question: Callable[[], bytes], *, within_s: float) -> bytes:
-    """What a store answers. One whose process stands still never does, and cannot be interrupted."""
-    answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answer.put((question(), None))
-        except BaseException as error:
-            answer.put((None, error))
-
-    threading.Thread(target=ask, daemon=True, name="shardweave-together").start()
-    try:
-        value, error = answer.get(timeout=within_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer after {within_s:g} s") from None
-    if error is not None:
-        raise error
-    return bytes(value)
 
 
 def _forget(error: BaseException) -> None:
