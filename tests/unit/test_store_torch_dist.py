@@ -531,6 +531,16 @@ class TestPickles:
             pickles_write.to_plain(back, where="test")
 
     @given(TREES)
-    def test_plain_values_are_their_own_plain_form(self, value: Any) -> None:
-        assert pickles_write.to_plain(value, where="test") == value
-        assert pickles_write.from_plain(value) == value
+    def test_the_plain_form_gives_the_value_back(self, value: Any) -> None:
+        plain = pickles_write.to_plain(value, where="test")
+        assert pickles_write.from_plain(plain) == value
+        assert plain == value or "$" in repr(value)
+
+    @pytest.mark.parametrize("key", ["$global", "$class", "$leaf", "$$global", "$"])
+    def test_a_record_of_a_file_cannot_pose_as_a_global(self, key: str) -> None:
+        value = {key: "os:system", "args": [{key: "os:system"}]}
+        again = pickles_write.from_plain(
+            pickles_write.to_plain(value, where="test"), leaf=lambda leaf: leaf["no"]
+        )
+        assert again == value
+        assert pickle.loads(pickles_write.dump(again)) == value

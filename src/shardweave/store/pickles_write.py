@@ -118,7 +118,9 @@ def to_plain(value: Any, *, leaf: Callable[[Any], Any] | None = None, where: str
     """The value with each stand-in as a plain dict, so that it can be printed, compared and stored.
 
     A `Global` becomes ``{"$global": "module:name"}``, an `Instance` ``{"$class": "module:name",
-    "args": [...], "state": ...}`` without the empty parts.
+    "args": [...], "state": ...}`` without the empty parts. A ``$`` that a dict of the file itself has at
+    the start of a key is doubled, so that no record can pose as a stand-in:
+    ``from_plain(to_plain(value)) == value`` for every value.
 
     Args:
         value: What `load` returned.
@@ -155,7 +157,7 @@ def to_plain(value: Any, *, leaf: Callable[[Any], Any] | None = None, where: str
             plain |= {"args": [inner(arg) for arg in node.args]} if node.args else {}
             plain |= {"state": inner(node.state)} if node.state is not None else {}
         elif isinstance(node, dict):
-            plain = {_plain_key(key, where): inner(child) for key, child in node.items()}
+            plain = {_escaped(_plain_key(key, where)): inner(child) for key, child in node.items()}
         elif isinstance(node, list | tuple):
             plain = type(node)([inner(child) for child in node])
         elif isinstance(node, set | frozenset):
@@ -177,6 +179,14 @@ def _plain_key(key: Any, where: str) -> Any:
     if any(isinstance(part, Global | Instance) for part in (key if type(key) is tuple else (key,))):
         raise _too_big("an object is the key of a dict", where)
     return key
+
+
+def _escaped(key: Any) -> Any:
+    return f"${key}" if isinstance(key, str) and key.startswith("$") else key
+
+
+def _unescaped(key: Any) -> Any:
+    return key[1:] if isinstance(key, str) and key.startswith("$$") else key
 
 
 def _too_big(equation: str, where: str) -> PickleError:
@@ -204,7 +214,7 @@ def from_plain(value: Any, *, leaf: Callable[[Any], Any] | None = None) -> Any:
             args = tuple(from_plain(arg, leaf=leaf) for arg in value.get("args", ()))
             state = from_plain(value.get("state"), leaf=leaf)
             return Instance(Global(*value["$class"].split(":")), args, state)
-        return {key: from_plain(child, leaf=leaf) for key, child in value.items()}
+        return {_unescaped(key): from_plain(child, leaf=leaf) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([from_plain(child, leaf=leaf) for child in value])
     return value
