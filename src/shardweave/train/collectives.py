@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 SMALL_BYTES = 1 << 16
 """Sums of at most this size are taken by every rank of all parts: one round of messages, not two."""
 
-_MOST_PAIRS = 16
-"""Ranks of a gloo group up to which a message to each of them is quicker than a ring."""
+_MOST_PAIRS = {"gloo": 16, "memory": 1 << 30}
+"""Of backends in host memory: ranks of a group up to which a message to each is quicker than a ring."""
 
 
 # --- without derivatives ------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def send_parts(parts: Sequence[Tensor], into: Sequence[Tensor], *, group: Group)
     if group.comm is None:
         return
     with _named(group):
-        if not _is_gloo(group):
+        if not on_host(group):
             group.comm.alltoall(list(into), list(parts)).wait()
             return
         others = [(group.rank + step) % group.size for step in range(1, group.size)]
@@ -250,12 +250,13 @@ def _exchange_rows(
 # --- errors -------------------------------------------------------------------------------------
 
 
-def _is_gloo(group: Group) -> bool:
-    return bool(group.comm.name() == "gloo")
+def on_host(group: Group) -> bool:
+    """Whether a group's backend sends from host memory; a group of one rank does."""
+    return group.comm is None or group.comm.name() in _MOST_PAIRS
 
 
 def _by_pairs(group: Group) -> bool:
-    return group.size <= _MOST_PAIRS and _is_gloo(group)
+    return group.size <= _MOST_PAIRS.get(group.comm.name(), 0)
 
 
 @contextmanager

@@ -278,7 +278,7 @@ class Groups:
             _, comm = comms.popitem()
             if isinstance(comm, _Closed):
                 continue
-            if comm.name() == "nccl":
+            if comm.name() in ("nccl", "memory"):
                 comm.abort()
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from shardweave.errors import PlanError, UnknownNameError
-from shardweave.train.collectives import sum_all
+from shardweave.train.collectives import on_host, sum_all
 from shardweave.train.grid import Group
 from shardweave.train.sequence import IGNORE
 
@@ -359,7 +359,7 @@ def _sums(
 
 def _device(group: Group) -> torch.device:
     """Where the group's backend takes tensors, also from a rank that has none to go by."""
-    if group.comm is None or group.comm.name() == "gloo":
+    if on_host(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
