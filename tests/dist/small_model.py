@@ -24,7 +24,7 @@ from shardweave.layout import (
 )
 from shardweave.plan.simulate import materialise
 from shardweave.train.grid import Groups, connect, plan_groups
-from shardweave.train.parallel import GROUPS, Parallel
+from shardweave.train.parallel import Parallel
 
 torch.set_num_threads(1)
 
@@ -154,7 +154,7 @@ def groups(parallel: Parallel, rank: int, folder: Path) -> Groups:
     world = parallel.offset + parallel.world_size
     store = FileStore(str(folder / "store"), world)
     return connect(
-        plan_groups({"model": parallel.mesh}, {"model": GROUPS}), rank=rank, store=store, timeout_s=20
+        plan_groups({"model": parallel.mesh}, {"model": parallel.groups}), rank=rank, store=store, timeout_s=20
     )
 
 

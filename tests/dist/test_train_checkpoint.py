@@ -51,7 +51,7 @@ from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Groups, connect, plan_groups
 from shardweave.train.layout import train_layout
 from shardweave.train.optimizer import AdamW, Optimizer, StateBox
-from shardweave.train.parallel import GROUPS, Parallel
+from shardweave.train.parallel import Parallel
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -513,7 +513,7 @@ def work(rank: int, *, folder: Path, background: bool) -> dict[str, Any]:
     layout = layout_of(PARALLEL, model)
     store = FileStore(str(folder / "store"), 4)
     groups = connect(
-        plan_groups({"model": PARALLEL.mesh}, {"model": GROUPS}), rank=rank, store=store, timeout_s=20
+        plan_groups({"model": PARALLEL.mesh}, {"model": PARALLEL.groups}), rank=rank, store=store, timeout_s=20
     )
     arrays = tensors_of(wanted_of(layout, truth(model, torch.bfloat16))[rank], "bfloat16")
     if background:

@@ -73,7 +73,7 @@ def play(rank: int, *, names: Sequence[str], folder: Path) -> dict[str, Told]:
         groups = connect(group_plan(parallel), rank=rank, store=store, timeout_s=20)
         runtime = build(scene.config, parallel=parallel, groups=groups, seed=None, mtp=scene.mtp)
         fill(runtime, weights_of(scene))
-        found[name] = told = Told(data=parallel.mesh.coordinate(rank)["dp"])
+        found[name] = told = Told(data=parallel.data_rank(rank))
         given = {} if fault is None else fault.objective
         what = Objective(balance=BALANCE, router_z=ROUTER_Z, mtp=MTP, **given)
         try:

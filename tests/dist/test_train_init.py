@@ -198,7 +198,7 @@ def runtime_of(job: Job, rank: int, store: Any) -> Runtime:
 def two_steps(job: Job, rank: int, store: Any) -> Run:
     """A fresh runtime, and two updates."""
     runtime = runtime_of(job, rank, store)
-    layout, batches = runtime.layout, job.batches[job.parallel.mesh.coordinate(rank)["dp"]]
+    layout, batches = runtime.layout, job.batches[job.parallel.data_rank(rank)]
     plan = reduce_plan(layout, rank)
     optimizer = Optimizer(
         runtime.weights,

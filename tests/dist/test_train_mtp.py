@@ -174,7 +174,7 @@ def play(rank: int, *, names: Sequence[str], faults: Mapping[str, Sequence[str]]
 def played(runtime: Runtime, of: Cell, config: Mapping[str, Any], faults: Sequence[str]) -> Told:
     """A step without an update, an evaluation, and two updates."""
     fill(runtime, full_weights(config, runtime.dtype, mtp=DEPTH))
-    batches = batches_for(of, runtime.parallel.mesh.coordinate(runtime.rank)["dp"])
+    batches = batches_for(of, runtime.parallel.data_rank(runtime.rank))
     evaluated = evaluate(runtime, batches, WHAT).report
     wrong = {name: with_fault(runtime, batches, name) for name in faults}
     plan = reduce_plan(runtime.layout, runtime.rank)

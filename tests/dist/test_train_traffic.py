@@ -207,7 +207,7 @@ def play(rank: int, *, names: list[str], folder: Path, wasteful: bool = False) -
             sharded=case.cell.sharded,
             max_norm=1.0,
         )
-        batches = batches_of(case.cell, runtime.parallel.mesh.coordinate(rank)["dp"])
+        batches = batches_of(case.cell, runtime.parallel.data_rank(rank))
         counters = counted(runtime)
         local = case.config["num_local_experts"] // case.cell.ep
         columns = each_alone if wasteful else linear.columns

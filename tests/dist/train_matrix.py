@@ -86,7 +86,7 @@ def play(rank: int, *, cells: Sequence[Cell], dtypes: Sequence[str], folder: Pat
 def played(runtime: Runtime, cell: Cell) -> Told:
     """One cell: a step without an update, an evaluation, and two updates."""
     fill(runtime, full_weights(config_of(cell), runtime.dtype))
-    data = runtime.parallel.mesh.coordinate(runtime.rank)["dp"]
+    data = runtime.parallel.data_rank(runtime.rank)
     batches, what = batches_of(cell, data), Objective(balance=BALANCE, router_z=ROUTER_Z)
     told = evaluate(runtime, batches, what, keep_logprobs=True)
     assert told.logprobs is not None

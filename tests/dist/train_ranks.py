@@ -112,9 +112,18 @@ def documents_of(cell: Cell) -> tuple[list[list[list[Tensor]]], list[list[list[T
     """Documents and masks of each data rank and microbatch."""
     chance = torch.Generator().manual_seed(5)
     lengths = {
-        "even": [[[16, 16], [16, 16], [16, 16]], [[16, 16], [16, 16], [16, 16]]],
-        "ragged": [[[3, 17], [5, 1], [0, 22]], [[9, 2, 4], [13], [6, 7]]],
-    }[cell.lengths][: cell.dp]
+        "even": [[[16, 16], [16, 16], [16, 16]]] * 8,
+        "ragged": [
+            [[3, 17], [5, 1], [0, 22]],
+            [[9, 2, 4], [13], [6, 7]],
+            [[21], [1, 1, 8], [5]],
+            [[2, 2], [11, 6], [4, 9]],
+            [[7], [3], [19, 2]],
+            [[12, 5], [8], [1]],
+            [[6], [17, 3], [2, 2]],
+            [[1, 10], [4], [14]],
+        ],
+    }[cell.lengths][: cell.num_data]
     documents, masks = [], []
     for data, batches in enumerate(lengths):
         documents.append([])
@@ -137,7 +146,8 @@ def documents_of(cell: Cell) -> tuple[list[list[list[Tensor]]], list[list[list[T
 
 
 def parallel_of(cell: Cell) -> Parallel:
-    return Parallel(tp=cell.tp, cp=cell.cp, dp=cell.dp, pp=cell.pp, ep=cell.ep, etp=cell.etp, vp=cell.vp)
+    names = ("tp", "cp", "dp", "pp", "ep", "etp", "vp", "remat", "eremat", "weight_axes")
+    return Parallel(**{name: getattr(cell, name) for name in names})
 
 
 def stage_sizes(cell: Cell, num_layers: int) -> list[int] | None:
@@ -174,4 +184,5 @@ def runtime_of(
         stage_sizes=stage_sizes(cell, config["num_hidden_layers"]),
         cp_method=cell.method,
         mtp=mtp,
+        recompute=cell.recompute,
     )

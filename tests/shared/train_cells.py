@@ -40,16 +40,24 @@ class Cell:
     mask: str
     lengths: str
     method: str
+    remat: int = 1
+    eremat: int = 1
+    weight_axes: tuple[str, ...] = ("remat",)
+    recompute: bool = False
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.cp * self.dp * self.pp
+        return self.tp * self.cp * self.num_data * self.pp
+
+    @property
+    def num_data(self) -> int:
+        return self.remat * self.dp
 
     @property
     def valid(self) -> bool:
         """Whether there is such a layout on eight ranks."""
-        stage = self.tp * self.cp * self.dp
-        whole = stage % (self.ep * self.etp) == 0
+        stage = self.tp * self.cp * self.num_data
+        whole = stage % (self.ep * self.etp * self.eremat) == 0
         # Masks that leave a data rank without targets need one that has some.
         return (
             self.world_size <= MOST_RANKS
@@ -60,16 +68,21 @@ class Cell:
 
     @property
     def pairs(self) -> set[tuple[tuple[str, object], ...]]:
-        return set(itertools.combinations(asdict(self).items(), 2))
+        return set(itertools.combinations(((k, v) for k, v in asdict(self).items() if k in CHOICES), 2))
 
     def __str__(self) -> str:
         degrees = " ".join(
             f"{n}{getattr(self, n)}"
-            for n in ("tp", "cp", "dp", "pp", "ep", "etp", "vp")
+            for n in ("tp", "cp", "remat", "dp", "pp", "ep", "etp", "eremat", "vp")
             if getattr(self, n) > 1
         )
+        axes = f" weights over {' '.join(self.weight_axes)}" if self.weight_axes != ("remat",) else ""
         sharded = " sharded" if self.sharded else ""
-        return f"{self.form} {degrees or 'one'}{sharded}, mask {self.mask}, {self.lengths}, {self.method}"
+        again = ", recomputed" if self.recompute else ""
+        return (
+            f"{self.form} {degrees or 'one'}{axes}{sharded}, mask {self.mask}, {self.lengths}, "
+            f"{self.method}{again}"
+        )
 
 
 @cache

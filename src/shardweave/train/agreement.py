@@ -286,16 +286,17 @@ def _check_data(rows: Sequence[Sequence[int]], runtime: Runtime, everybody: Grou
             equation=f"microbatches by rank: {[row[0] for row in rows]}",
             hint="pad with empty microbatches: experts are shared by ranks of different data",
         )
-    data = runtime.parallel.mesh.columns["dp"]
+    parallel = runtime.parallel
+    data = [parallel.data_rank(rank) for rank in parallel.mesh.ranks]
     _check_alike(
         {
             (f"data rank {dp}", what): [(at, row[number]) for at, row in enumerate(rows) if data[at] == dp]
-            for dp in range(runtime.parallel.dp)
+            for dp in range(parallel.num_data)
             for number, what in enumerate(_OF_DATA, start=1)
         },
         everybody,
         "the ranks of one data rank work on the same tokens",
-        "load a batch by its data rank, mesh.coordinate(rank)['dp'], not by the global rank",
+        "load a batch by its data rank, parallel.data_rank(rank), not by the global rank",
     )
 
 

@@ -20,8 +20,9 @@ many ranks, use the collectives of their backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,10 +72,7 @@ def send_parts(parts: Sequence[Tensor], into: Sequence[Tensor], *, group: Group)
         if not on_host(group):
             group.comm.alltoall(list(into), list(parts)).wait()
             return
-        others = [(group.rank + step) % group.size for step in range(1, group.size)]
-        works = [group.comm.send([parts[at]], at, 0) for at in others if parts[at].numel()]
-        works += [group.comm.recv([into[at]], at, 0) for at in reversed(others) if into[at].numel()]
-        for work in works:
+        for work in _post(parts, into, group=group, tag=0):
             work.wait()
 
 
@@ -135,12 +133,132 @@ def max_all(tensor: Tensor, *, group: Group) -> Tensor:
     return torch.stack(gather_parts(tensor, group=group)).amax(0) if group.size > 1 else tensor.clone()
 
 
-def _in_order(parts: Tensor) -> Tensor:
-    """The sum over the first dim, one after the other: no order of additions but that of ranks."""
-    total = parts[0].clone()
+def _in_order(parts: Tensor | Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of parts, one after the other: no order of additions but that of ranks."""
+    total = parts[0].to(parts[0].dtype if dtype is None else dtype, copy=True)
     for part in parts[1:]:
         total += part
     return total
+
+
+# --- under way ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What was begun and is not there yet. Nobody may change what was given to it before ``wait`` returns.
+
+    Attributes:
+        group: The group.
+        works: What to wait for.
+        end: Makes the result, from what has then come.
+        sent: What is kept until it is through.
+    """
+
+    group: Group
+    works: Sequence[Any]
+    end: Callable[[], Tensor]
+    sent: Sequence[Tensor] = ()
+
+    def wait(self) -> Tensor:
+        """The result, when all is there."""
+        with _named(self.group):
+            for work in self.works:
+                work.wait()
+        return self.end()
+
+
+def begin_fetch(part: Tensor, dim: int, lengths: Sequence[int], *, group: Group, tag: int) -> Pending:
+    """Begin to join the parts of all ranks along a dim, of which each counts a length.
+
+    Args:
+        part: What this rank has; what it has beyond its length is padding, and stays here.
+        dim: The dim.
+        lengths: How much of it each rank gives.
+        group: The group.
+        tag: Of the messages: what is begun with different tags may be begun in any order.
+    """
+    shape = list(part.shape)
+    if _by_pairs(group):
+        whole = part.new_empty((*shape[:dim], sum(lengths), *shape[dim + 1 :]))
+        views = whole.split(list(lengths), dim)
+        mine = part.narrow(dim, 0, lengths[group.rank]).contiguous()
+        views[group.rank].copy_(mine)
+        into = [view if view.is_contiguous() else torch.empty_like(view).contiguous() for view in views]
+        works = _post([mine] * group.size, into, group=group, tag=tag)
+
+        def placed() -> Tensor:
+            for at, (view, came) in enumerate(zip(views, into, strict=True)):
+                if view is not came and at != group.rank:
+                    view.copy_(came)
+            return whole
+
+        return Pending(group, works, placed, (mine,))
+    into_base = part.new_empty((group.size, *shape))
+    mine = part.contiguous()
+    with _named(group):
+        work = group.comm._allgather_base(into_base.view(-1), mine.view(-1))
+    return Pending(
+        group, [work], lambda: torch.cat(into_base.unbind(), dim).narrow(dim, 0, sum(lengths)), (mine,)
+    )
+
+
+def begin_sum(
+    whole: Tensor,
+    dim: int,
+    lengths: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    group: Group,
+    tag: int,
+    ordered: bool,
+) -> Pending:
+    """Begin to sum what all ranks have, of which each gets its length along a dim: the adjoint of a fetch.
+
+    Args:
+        whole: What this rank contributes.
+        dim: The dim.
+        lengths: How much of it each rank gets, one after the other.
+        dtype: What sums are taken in.
+        group: The group.
+        tag: As of ``begin_fetch``.
+        ordered: Whether sums are taken in the order of ranks also where a backend has a quicker way.
+    """
+    parts = [part.contiguous() for part in whole.split(list(lengths), dim)]
+    if _by_pairs(group):
+        into = [torch.empty_like(parts[group.rank]) for _ in parts]
+        into[group.rank] = parts[group.rank]
+        works = _post(parts, into, group=group, tag=tag)
+        return Pending(group, works, lambda: _in_order(into, dtype), parts)
+    longest = max(lengths)
+    full = [_longer(part, dim, longest).to(dtype if not ordered else part.dtype) for part in parts]
+    length = lengths[group.rank]
+    if ordered:
+        into = [torch.empty_like(full[group.rank]) for _ in full]
+        with _named(group):
+            work = group.comm.alltoall(into, full)
+        return Pending(group, [work], lambda: _in_order(into, dtype).narrow(dim, 0, length), full)
+    stacked, found = torch.stack(full), torch.empty_like(full[0])
+    with _named(group):
+        work = group.comm._reduce_scatter_base(found.view(-1), stacked.view(-1))
+    return Pending(group, [work], lambda: found.narrow(dim, 0, length), (stacked,))
+
+
+def _longer(part: Tensor, dim: int, length: int) -> Tensor:
+    """A part with zeros behind it."""
+    if part.shape[dim] == length:
+        return part
+    rest = list(part.shape)
+    rest[dim] = length - rest[dim]
+    return torch.cat((part, part.new_zeros(rest)), dim)
+
+
+def _post(parts: Sequence[Tensor], into: Sequence[Tensor], *, group: Group, tag: int) -> list[Any]:
+    """Post a message to each other rank, and the receipt of one from each; empty ones are left out."""
+    with _named(group):
+        others = [(group.rank + step) % group.size for step in range(1, group.size)]
+        works = [group.comm.send([parts[at]], at, tag) for at in others if parts[at].numel()]
+        return works + [group.comm.recv([into[at]], at, tag) for at in reversed(others) if into[at].numel()]
 
 
 # --- with derivatives ---------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from shardweave.train.logprobs import token_logprobs
 from shardweave.train.loss import Tokens
 from shardweave.train.maths import Maths
 from shardweave.train.random import dropout
+from shardweave.train.recompute import again
 from shardweave.train.rotary import rotate
 from shardweave.train.routing import Documents
 
@@ -53,6 +54,7 @@ class Decoder:
         balance: Whether experts are balanced, which takes a sum over ``document`` in each sparse layer.
         dropout: The share of what a block adds to the hidden state that is dropped.
         seed: Of the dropout.
+        recompute: Whether the way back computes each layer once more, see ``recompute.py``.
     """
 
     maths: Maths
@@ -65,6 +67,7 @@ class Decoder:
     balance: bool = False
     dropout: float = 0.0
     seed: int = 0
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,18 +112,29 @@ def through(
     decoder: Decoder, weights: Weights, x: Tensor, layers: Sequence[int], seen: View
 ) -> tuple[Tensor, tuple[Routing, ...]]:
     """The hidden state after some layers, and what the sparse ones of them did with this rank's tokens."""
-    routings = []
+    routings: list[Routing] = []
     for layer in layers:
-        here = f"model.layers.{layer}."
-        x = x + _dropped(decoder, attend(decoder, weights, x, layer, seen), f"{here}self_attn", seen)
-        h = rms_norm(x, weights[f"{here}post_attention_layernorm.weight"], decoder.maths.eps)
-        if f"{here}mlp.gate.weight" in weights:
-            y, routing = _experts(decoder, weights, h, layer, seen)
-            routings.append(routing)
-        else:
-            y = _mlp(decoder, weights, h, layer)
-        x = x + _dropped(decoder, y, f"{here}mlp", seen)
+
+        def one(h: Tensor, layer: int = layer) -> tuple[Tensor, Routing | None]:
+            return _layer(decoder, weights, h, layer, seen)
+
+        x, routing = again(one, x, weights) if decoder.recompute else one(x)
+        routings += () if routing is None else (routing,)
     return x, tuple(routings)
+
+
+def _layer(
+    decoder: Decoder, weights: Weights, x: Tensor, layer: int, seen: View
+) -> tuple[Tensor, Routing | None]:
+    here = f"model.layers.{layer}."
+    x = x + _dropped(decoder, attend(decoder, weights, x, layer, seen), f"{here}self_attn", seen)
+    h = rms_norm(x, weights[f"{here}post_attention_layernorm.weight"], decoder.maths.eps)
+    routing = None
+    if f"{here}mlp.gate.weight" in weights:
+        y, routing = _experts(decoder, weights, h, layer, seen)
+    else:
+        y = _mlp(decoder, weights, h, layer)
+    return x + _dropped(decoder, y, f"{here}mlp", seen), routing
 
 
 def attend(decoder: Decoder, weights: Weights, x: Tensor, layer: int, seen: View) -> Tensor:

@@ -12,12 +12,18 @@ rather than their weights go to the ranks that need them (``train/model.py``).
 | norms, the router, the projections of heads for further tokens | nothing |
 | layers | ``pp`` |
 | heads for further tokens | nothing: on the last stage, with an embedding of its own |
+
+Matrices are cut once more, over the axes that share weights (``Parallel.weight_axes``): along the rows that
+each has after the cuts above, so that a share of a column-parallel weight has fewer of its rows, and one of a
+row-parallel weight fewer rows of its columns. Where rows do not divide, the last shares are filled up; that
+padding is in no tensor of the model. Norms, biases and routers are not shared: they are small.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import (
@@ -46,7 +52,16 @@ _WHOLE = (
 _KINDS = ("embedding", "norms", "attention", "mlp", "moe", "final", "head", "mtp")
 
 
-def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], dtype: str = "") -> Layout:
+def train_layout(
+    model: Model,
+    mesh: Mesh,
+    *,
+    stages: Sequence[Sequence[int]],
+    dtype: str = "",
+    share: Sequence[str] = (),
+    share_experts: Sequence[str] = (),
+    multiple: int = 1,
+) -> Layout:
     """The layout of the runtime's parameters.
 
     Args:
@@ -54,8 +69,13 @@ def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], d
         mesh: With the axes ``tp``, ``pp`` and, for experts, ``ep`` and ``etp``; others replicate.
         stages: The layer numbers of each stage, in any order.
         dtype: The dtype of the parameters; that of the model by default.
+        share: The axes that share dense matrices, in the order of the mesh.
+        share_experts: Those that share the matrices of experts.
+        multiple: The rows of a share are a multiple of it; 0 where rows have to divide evenly.
 
-    Law: ``prove(train_layout(...))`` holds.
+    Laws:
+        ``prove(train_layout(...))`` holds.
+        The shares of a matrix, one after the other and without padding, are what there is without ``share``.
 
     Raises:
         GeometryError: A dim does not divide, or a layer is on no stage or on two.
@@ -82,14 +102,51 @@ def train_layout(model: Model, mesh: Mesh, *, stages: Sequence[Sequence[int]], d
                 hint="train llama, qwen3 or qwen3_moe; other families can be converted and refitted",
             )
         for role, tensor in block.tensors.items():
-            rules += _rules(block, role, tensor, mesh, stages, at_end=at_end)
+            in_expert = block.kind == "moe" and role != "router"
+            shares = _Shares(mesh, tuple(share_experts if in_expert else share), multiple)
+            rules += _rules(block, role, tensor, mesh, stages, shares, at_end=at_end)
     if dtype:
         rules = [replace(rule, dtype=dtype) for rule in rules]
     return Layout("train", mesh, tuple(rules))
 
 
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """How rows are shared."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    multiple: int
+
+    def along(self, axis: str | None, held: Callable[[int], Dim], what: str) -> Sharded:
+        """The rows that are left at a coordinate on ``axis``, cut over the axes that share them."""
+        sizes = [self.mesh.axis_size(name) for name in self.axes]
+        parts = math.prod(sizes)
+
+        def rows(*at: int) -> Dim:
+            mine = held(at[0] if axis else 0)
+            if not self.multiple and len(mine) % parts:
+                raise GeometryError(
+                    "every rank has an equal share of a weight",
+                    where=what,
+                    equation=f"rows({len(mine)}) % shares({parts}) = {len(mine) % parts} != 0",
+                    hint="fill shares up (a multiple of 1 or more), or share the weight over fewer ranks",
+                )
+            number = sum(c * math.prod(sizes[:i]) for i, c in enumerate(at[1:] if axis else at))
+            return even(pad(mine, parts * max(1, self.multiple)), parts, number)
+
+        return along(self.mesh, (axis, *self.axes) if axis else self.axes, rows)
+
+
 def _rules(
-    block: Block, role: str, tensor: Tensor, mesh: Mesh, stages: Sequence[Sequence[int]], *, at_end: bool
+    block: Block,
+    role: str,
+    tensor: Tensor,
+    mesh: Mesh,
+    stages: Sequence[Sequence[int]],
+    shares: _Shares,
+    *,
+    at_end: bool,
 ) -> Iterator[BufferRule]:
     if role not in (*_ROWS, *_COLUMNS, *_WHOLE, "embed", "head"):
         raise ModelError(
@@ -114,13 +171,21 @@ def _rules(
         return lambda rank: even(held, parts, rank)
 
     dims: list[Dim | Sharded] = list(tensor.dims)
-    num_index = len(tensor.index)
+    first = len(tensor.index)
+    is_matrix = len(tensor.shape) > 1 and role != "router"
+    if role in _COLUMNS:
+        dims[first + 1] = along(mesh, axis, cut(1))
+    held: Callable[[int], Dim] | None = None
     if role in _ROWS:
-        dims[num_index] = along(mesh, axis, cut(0))
-    elif role in _COLUMNS:
-        dims[num_index + 1] = along(mesh, axis, cut(1))
+        held = cut(0)
     elif role in ("embed", "head"):
-        dims[0] = along(mesh, "tp", cut(0, padded=True))
+        held = cut(0, padded=True)
+    rows = tensor.dims[first]
+    if is_matrix and shares.axes:
+        what = f"tensor {tensor.name!r}"
+        dims[first] = shares.along(axis if held else None, held or (lambda _: rows), what)
+    elif held:
+        dims[first] = along(mesh, axis, held)
     parts = (Part(tensor),)
     if not tensor.index:
         last = mesh.axis_size("pp") - 1

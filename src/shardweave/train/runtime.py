@@ -19,11 +19,12 @@ from shardweave.errors import GeometryError
 from shardweave.layout import Layout
 from shardweave.train.arrays import Held, held_arrays
 from shardweave.train.decoder import Decoder
+from shardweave.train.gathered import Gathered, shared_weights
 from shardweave.train.grid import GroupPlan, Groups, plan_groups
 from shardweave.train.layout import train_layout
-from shardweave.train.maths import maths
+from shardweave.train.maths import Maths, maths
 from shardweave.train.mtp import with_heads
-from shardweave.train.parallel import GROUPS, Parallel
+from shardweave.train.parallel import Parallel
 from shardweave.train.random import Normal, init
 from shardweave.train.schedule import stages_of
 
@@ -44,6 +45,9 @@ class Runtime:
         layout: What every rank holds.
         stages: The layers of each stretch of each stage.
         weights: What this rank holds, by name.
+        ordered: Whether sums of the gradients of shared weights are taken in the order of ranks on any
+            backend.
+        ahead: Whether a shared weight is fetched while the one before it is used.
     """
 
     config: Mapping[str, Any]
@@ -54,6 +58,20 @@ class Runtime:
     layout: Layout
     stages: tuple[tuple[tuple[int, ...], ...], ...]
     weights: dict[str, Tensor]
+    ordered: bool = True
+    ahead: bool = True
+
+    @cached_property
+    def reading(self) -> Gathered:
+        """The weights as they are computed with: whole where this rank holds a share."""
+        of = self.parallel
+        groups = {
+            axes: self.groups.get(GRID, name)
+            for axes, name in ((of.dense_axes, "shares"), (of.expert_axes, "expert_shares"))
+        }
+        whole = _layout(self.decoder.maths, of, self.stages, shared=False)
+        shared = shared_weights(self.layout, whole, self.rank, groups)
+        return Gathered(self.weights, shared, ahead=self.ahead, ordered=self.ordered)
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
@@ -73,7 +91,7 @@ class Runtime:
 
 def group_plan(parallel: Parallel) -> GroupPlan:
     """The groups of a model alone in its world."""
-    return plan_groups({GRID: parallel.mesh}, {GRID: GROUPS})
+    return plan_groups({GRID: parallel.mesh}, {GRID: parallel.groups})
 
 
 def layout_of(
@@ -83,12 +101,39 @@ def layout_of(
     dtype: str = "",
     stage_sizes: Sequence[int] | None = None,
     mtp: int = 0,
+    multiple: int = 1,
 ) -> Layout:
-    """What every rank holds of a model; needs no process and no group."""
+    """What every rank holds of a model; needs no process and no group.
+
+    Args:
+        config: The Hugging Face config.
+        parallel: The degrees.
+        dtype: The dtype of the weights; that of the config by default.
+        stage_sizes: As ``build`` takes it.
+        mtp: As ``build`` takes it.
+        multiple: As ``build`` takes it.
+    """
     found = with_heads(maths(config, dtype=dtype), mtp)
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
-    stages = [[layer for chunk in stage for layer in chunk] for stage in chunks]
-    return train_layout(found.model, parallel.mesh, stages=stages)
+    return _layout(found, parallel, chunks, multiple=multiple)
+
+
+def _layout(
+    found: Maths,
+    parallel: Parallel,
+    chunks: Sequence[Sequence[Sequence[int]]],
+    *,
+    shared: bool = True,
+    multiple: int = 1,
+) -> Layout:
+    return train_layout(
+        found.model,
+        parallel.mesh,
+        stages=[[layer for chunk in stage for layer in chunk] for stage in chunks],
+        share=parallel.dense_axes if shared else (),
+        share_experts=parallel.expert_axes if shared else (),
+        multiple=multiple,
+    )
 
 
 def build(
@@ -103,6 +148,10 @@ def build(
     cp_method: str = "ring",
     dropout: float = 0.0,
     mtp: int = 0,
+    multiple: int = 1,
+    recompute: bool = False,
+    ordered: bool = True,
+    ahead: bool = True,
 ) -> Runtime:
     """A model on this rank.
 
@@ -121,6 +170,12 @@ def build(
         cp_method: How attention goes over context ranks: ``ring``, ``gather``, ``all_to_all``.
         dropout: The share of what each block adds that is dropped in training.
         mtp: How many heads for further tokens the model has, which no config of its families says.
+        multiple: The rows of a share of a weight are a multiple of it, filled up where they have to be; with
+            0 they have to divide evenly.
+        recompute: Whether the way back computes each layer once more and keeps only what went into it.
+        ordered: Whether sums of the gradients of shared weights are taken in the order of ranks on any
+            backend.
+        ahead: Whether a shared weight is fetched while the one before it is used.
 
     Raises:
         ModelError: The model is not computed here.
@@ -135,7 +190,7 @@ def build(
             hint="use 0 for none",
         )
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
-    layout = layout_of(config, parallel, dtype=dtype, stage_sizes=stage_sizes, mtp=mtp)
+    layout = _layout(found, parallel, chunks, multiple=multiple)
     weights = begun(layout, groups.rank, config=config, seed=seed, device=device)
     tp, cp, ep, etp, document = (groups.get(GRID, name) for name in ("tp", "cp", "ep", "etp", "document"))
     decoder = Decoder(
@@ -148,9 +203,12 @@ def build(
         cp_method=cp_method,
         dropout=dropout,
         seed=seed or 0,
+        recompute=recompute,
     )
     stages = tuple(tuple(map(tuple, stage)) for stage in chunks)
-    return Runtime(config, parallel, groups.rank, groups, decoder, layout, stages, weights)
+    return Runtime(
+        config, parallel, groups.rank, groups, decoder, layout, stages, weights, ordered=ordered, ahead=ahead
+    )
 
 
 def begun(

@@ -136,25 +136,35 @@ def _run(
     found: dict[int, Tensor] = {}
     first, last = pp.rank == 0, pp.rank == pp.size - 1
 
+    weights = runtime.reading
+
     def forward(number: int, chunk: int, x: Tensor | None) -> Output:
+        with weights.saving():
+            found = computed(number, chunk, x)
+            # Every weight that was read has a way back from what goes on, or from the loss at the end.
+            if found.hidden is not None:
+                return replace(found, hidden=weights.joined(found.hidden))
+            return found if found.loss is None else replace(found, loss=weights.joined(found.loss))
+
+    def computed(number: int, chunk: int, x: Tensor | None) -> Output:
         """A microbatch through a chunk: the hidden state that goes on, and the objective that is due here."""
         seen = views[number]
-        x = embedded(decoder, runtime.weights, seen) if first and chunk == 0 else x
+        x = embedded(decoder, weights, seen) if first and chunk == 0 else x
         assert x is not None
-        x, routings = through(decoder, runtime.weights, x, runtime.chunks[chunk], seen)
+        x, routings = through(decoder, weights, x, runtime.chunks[chunk], seen)
         terms = _balance_terms(routings, seen, objective)
         routed.extend(routings)
         if not (last and chunk == parallel.vp - 1):
             said.extend(_detached(terms))
             return Output(x, total(terms, counts) if any(each.weight for each in terms) else None)
-        x = final(decoder, runtime.weights, x)
+        x = final(decoder, weights, x)
         tokens = tokens_of(
-            decoder, runtime.weights, x, seen, temperature=objective.temperature, entropy=objective.entropy
+            decoder, weights, x, seen, temperature=objective.temperature, entropy=objective.entropy
         )
         if keep:
             found[number] = tokens.logprobs.detach()
         terms = [term(objective.loss, tokens, name=MAIN), *terms]
-        for k, head in enumerate(further(decoder, runtime.weights, x, heads[number])):
+        for k, head in enumerate(further(decoder, weights, x, heads[number])):
             terms.append(term(cross_entropy, head.tokens, name=_head(k), weight=objective.mtp / depth))
             terms += _balance_terms(head.routings, heads[number][k], objective)
             routed.extend(head.routings)
@@ -168,6 +178,7 @@ def _run(
 
     plan = plan_pipeline(kind, stages=pp.size, virtual=parallel.vp, microbatches=len(batches))
     run(plan, pp=pp, forward=forward, boundary=boundary)
+    weights.finish()
     values = report(said, counts, group=everybody)
     per_expert = sum_all(_per_expert(routed, decoder.maths.num_experts), group=everybody)
     kept = tuple(_whole(runtime, batch, found.get(i)) for i, batch in enumerate(batches)) if keep else None
