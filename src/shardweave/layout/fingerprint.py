@@ -55,6 +55,8 @@ _EXACT = 2048
 """Products of a byte (2**7) and a number of a place (2**6) whose sum is exact in float32 (2**24)."""
 _BLOCK_BYTES = 1 << 20
 """Bytes that are multiplied at once: a part of the second-level cache."""
+_CACHE_LINE = 64
+"""Bytes that are read by reading any of them."""
 _MOST_ROWS = 1 << 12
 """Rows whose sums are weighted at once."""
 _TILE = 1 << 9
@@ -458,6 +460,10 @@ def _multiply_in_torch(rows: NDArray[np.int8], table: NDArray[np.int8], out: Sum
     blocks = torch.from_numpy(rows).split(step), torch.from_numpy(out).split(step)
     numbers = torch.from_numpy(table)
     for block, sums in zip(*blocks, strict=True):
+        if len(table) < SEGMENT:
+            # The product reads many rows at once, which no processor foresees where they are short. Bytes
+            # that were just read in order are in the cache.
+            np.add.reduce(block.numpy()[:, ::_CACHE_LINE], axis=None, dtype=np.int8)
         torch._int_mm(block, numbers, out=sums)
 
 
