@@ -465,7 +465,7 @@ def test_a_cache_changes_nothing_and_sees_changes(tree: Path, tmp_path: Path) ->
         f.kind for f in inventory("MLA", "pg_collection", [tree], root=tree, cache=cache).findings
     )
     assert counts["none"] == 1 and first.counts().get("none", 0) == 0
-    (cache / "constructors.json").write_text("{broken")
+    (cache / "constructors.rows").write_text("{broken")
     again = inventory("MLA", "pg_collection", [tree], root=tree, cache=cache)
     assert Counter(f.kind for f in again.findings) == counts
 

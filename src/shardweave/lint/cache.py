@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _PARTS = (
     "files",
     "finding",
     "groups",
+    "many",
     "names",
     "presets",
     "reach",
@@ -57,15 +59,37 @@ class Cache:
 
     def load(self, name: str) -> Any:
         """The value, or None."""
-        if self.folder is None:
-            return None
         try:
-            return json.loads((self.folder / f"{name}.json").read_bytes())
-        except (OSError, ValueError):
+            return json.loads(self._read(f"{name}.json"))
+        except (OSError, ValueError, RecursionError):
             return None
 
     def save(self, name: str, value: Any) -> None:
         """Keep a value of plain types. It replaces the old one whole or not at all."""
+        self._write(f"{name}.json", json.dumps(value, separators=(",", ":")).encode())
+
+    def rows(self, name: str) -> dict[str, bytes]:
+        """What was kept of files, by their digests: texts that are decoded where they are asked for."""
+        try:
+            mark, _, data = self._read(f"{name}.rows").partition(b"\n")
+        except OSError:
+            return {}
+        if mark.decode("latin-1") != digest(data):
+            return {}
+        pairs = (line.partition(b" ") for line in data.splitlines())
+        return {key.decode(): row for key, _, row in pairs}
+
+    def keep(self, name: str, rows: Mapping[str, bytes]) -> None:
+        """Keep texts of one line each, by digests. They replace the old ones whole or not at all."""
+        data = b"".join(b"%b %b\n" % (key.encode(), row) for key, row in rows.items())
+        self._write(f"{name}.rows", b"%b\n%b" % (digest(data).encode(), data))
+
+    def _read(self, name: str) -> bytes:
+        if self.folder is None:
+            raise FileNotFoundError(name)
+        return (self.folder / name).read_bytes()
+
+    def _write(self, name: str, data: bytes) -> None:
         if self.folder is None:
             return
         try:
@@ -74,7 +98,7 @@ class Cache:
             if not ignore.exists():
                 ignore.write_text("*\n", encoding="utf-8")
             beside = self.folder / f"{name}.{os.getpid()}.tmp"
-            beside.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
-            beside.replace(self.folder / f"{name}.json")
+            beside.write_bytes(data)
+            beside.replace(self.folder / name)
         except OSError:
             return

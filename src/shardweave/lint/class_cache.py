@@ -16,6 +16,7 @@ from shardweave.lint.class_rows import ClassRow, Field, Init, Parameter, Shape, 
 from shardweave.lint.classes import read_classes
 from shardweave.lint.facts import Facts
 from shardweave.lint.files import Source
+from shardweave.lint.many import each
 from shardweave.lint.read import read_facts
 
 __all__ = ["FileIndex", "load"]
@@ -27,6 +28,7 @@ _PARTS = (
     "classes",
     "facts",
     "files",
+    "many",
     "reach",
     "read",
     "scopes",
@@ -41,7 +43,8 @@ class FileIndex:
 
     facts: Facts
     classes: list[ClassRow]
-    sites: str
+    sites: bytes
+    """JSON in ASCII."""
     renamed: list[tuple[str, str]]
     """Last names of values, and the other name that the file gives them."""
 
@@ -59,33 +62,36 @@ def load(sources: Sequence[Source], *, cache: Cache) -> dict[str, FileIndex]:
         sources: The files, read.
         cache: What earlier runs found.
     """
-    loaded = cache.load("constructors")
-    kept: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
+    sound = [source for source in sources if not source.problem]
+    kept = cache.rows("constructors")
     own = _own() if cache.folder is not None else ""
-    found: dict[str, FileIndex] = {}
-    fresh: dict[str, Any] = {}
+    keys = {
+        source.path: digest(own, source.module, source.package, source.text) if own else source.path
+        for source in sound
+    }
+    unread = [source for source in sound if keys[source.path] not in kept]
     was_on = gc.isenabled()
     # Trees hold no circles, and looking for them takes as long as parsing.
     gc.disable()
     try:
-        for source in sources:
-            if source.problem:
-                continue
-            key = digest(own, source.module, source.package, source.text) if own else source.path
-            entry = kept.get(key)
-            if entry is None:
-                entry = _entry(source)
-            fresh[key] = entry
+        made = each(_row, unread, sizes=[len(source.text) for source in unread])
+        fresh = {keys[source.path]: row for source, row in zip(unread, made, strict=True)}
+        rows = {source.path: fresh.get(key) or kept[key] for source in sound for key in [keys[source.path]]}
+        found: dict[str, FileIndex] = {}
+        for source in sound:
+            head, _, sites = rows[source.path].partition(b"\t")
+            entry = json.loads(head)
             if "problem" in entry:
                 source.problem = entry["problem"]
             else:
-                found[source.path] = _index(entry)
+                found[source.path] = _index(entry, sites)
     finally:
         if was_on:
             gc.enable()
-    if fresh.keys() - kept.keys():
+    if fresh:
         # Another run may look at another part of the tree: what it left is kept unless it is most of it.
-        cache.save("constructors", {**(kept if len(kept) <= 4 * len(fresh) else {}), **fresh})
+        used = {keys[source.path]: rows[source.path] for source in sound}
+        cache.keep("constructors", {**(kept if len(kept) <= 4 * len(used) else {}), **used})
     return found
 
 
@@ -94,7 +100,8 @@ def _own() -> str:
     return digest(*((folder / f"{name}.py").read_bytes() for name in _PARTS))
 
 
-def _entry(source: Source) -> dict[str, Any]:
+def _row(source: Source) -> bytes:
+    """What a file says, as a line: its classes and names, a tab, and its sites."""
     try:
         with warnings.catch_warnings():
             # Python warns of odd escapes in other people's texts; that is not our matter.
@@ -104,36 +111,35 @@ def _entry(source: Source) -> dict[str, Any]:
         classes, sites = read_classes(tree, facts, text=source.text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
-        return {"problem": f"line {line}: {getattr(error, 'msg', error)}" if line else str(error)}
+        problem = f"line {line}: {getattr(error, 'msg', error)}" if line else str(error)
+        return json.dumps({"problem": problem}).encode()
     renamed = {
         (_last(value), key.rpartition(".")[2])
         for key, values in facts.exports.items()
         for value in values
         if value and _last(value) != key.rpartition(".")[2]
     }
-    exports = {key: values for key, values in facts.exports.items() if any(values)}
-    names = [key for key, values in facts.exports.items() if not any(values)]
-    return {
-        "exports": exports,
-        "names": names,
+    head = {
+        "exports": {key: values for key, values in facts.exports.items() if any(values)},
+        "names": [key for key, values in facts.exports.items() if not any(values)],
         "stars": facts.stars,
         "public": facts.public,
         "dynamic": facts.is_dynamic,
         "classes": classes,
-        "sites": json.dumps(sites, separators=(",", ":"), ensure_ascii=False),
         "renamed": sorted(renamed),
     }
+    return "\t".join(json.dumps(part, separators=(",", ":")) for part in (head, sites)).encode()
 
 
 def _last(value: str) -> str:
     return value.rpartition(":")[2].rpartition(".")[2]
 
 
-def _index(entry: dict[str, Any]) -> FileIndex:
+def _index(entry: dict[str, Any], sites: bytes) -> FileIndex:
     exports = {**entry["exports"], **{name: [""] for name in entry["names"]}}
     facts = Facts(exports, entry["stars"], entry["public"], entry["dynamic"], [], [], {}, {})
     classes = [_class(row) for row in entry["classes"]]
-    return FileIndex(facts, classes, entry["sites"], [(a, b) for a, b in entry["renamed"]])
+    return FileIndex(facts, classes, sites, [(a, b) for a, b in entry["renamed"]])
 
 
 def _class(row: Sequence[Any]) -> ClassRow:

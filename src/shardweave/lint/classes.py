@@ -6,7 +6,7 @@ What a name stands for is the matter of `shardweave.lint.scopes`; this pass look
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardweave.lint.class_rows import ClassRow, Field, Init, Shape, Site
@@ -20,10 +20,11 @@ from shardweave.lint.class_syntax import (
     parameters_of,
 )
 from shardweave.lint.facts import Facts
-from shardweave.lint.shapes import last_name
+from shardweave.lint.shapes import fields_of, last_name
 
 __all__ = ["read_classes"]
 
+_NAMES = (ast.Name, ast.Attribute)  # a union would be made anew at each of a million places
 _NO_SHAPE = Shape("", {})
 _OBSERVERS = frozenset((
     "isinstance", "issubclass", "type", "hasattr", "getattr", "id", "repr", "str", "print",
@@ -43,6 +44,8 @@ def read_classes(tree: ast.Module, facts: Facts, *, text: bytes) -> tuple[list[C
     reader = _Reader(facts, text)
     for statement in tree.body:
         reader.statement(statement)
+    reader.values_of.clear()  # circles of memory, which would stay
+    reader.statements_of.clear()
     return reader.classes, reader.sites
 
 
@@ -65,6 +68,21 @@ class _Reader:
         self.varargs = self.kwargs = ""
         self.classes: list[ClassRow] = []
         self.sites: list[Site] = []
+        self.values_of: dict[type, Callable[[Any, str], None]] = {
+            ast.Constant: self.constant, ast.Name: self.reference, ast.Attribute: self.reference,
+            ast.Call: self.call, ast.IfExp: self.choice, ast.BoolOp: self.either, ast.Tuple: self.items,
+            ast.List: self.items, ast.Set: self.items, ast.Dict: self.mapping, ast.NamedExpr: self.walrus,
+            ast.Lambda: self.lambda_, ast.Yield: self.yielded, ast.YieldFrom: self.yielded,
+            ast.ListComp: self.comprehension, ast.SetComp: self.comprehension,
+            ast.GeneratorExp: self.comprehension, ast.DictComp: self.dict_comprehension,
+            ast.Starred: self.starred, ast.Subscript: self.item,
+        }  # fmt: skip
+        self.statements_of: dict[type, Callable[[Any], None]] = {
+            ast.FunctionDef: self.function, ast.AsyncFunctionDef: self.function, ast.ClassDef: self.class_,
+            ast.Assign: self.assign, ast.AnnAssign: self.annassign, ast.Return: self.return_,
+            ast.If: self.if_, ast.Import: self.skip, ast.ImportFrom: self.skip, ast.Global: self.skip,
+            ast.Nonlocal: self.skip, ast.Pass: self.skip,
+        }  # fmt: skip
 
     # --- what a node is -------------------------------------------------------------------------
 
@@ -74,6 +92,8 @@ class _Reader:
         return len(self.lines[line - 1][:offset].decode(errors="replace")) + 1
 
     def place(self, node: Any) -> tuple[int, int, int, int]:
+        if self.lines is None:
+            return node.lineno, node.col_offset + 1, node.end_lineno, node.end_col_offset + 1
         return (
             node.lineno,
             self.column(node.lineno, node.col_offset),
@@ -137,38 +157,42 @@ class _Reader:
     # --- statements -----------------------------------------------------------------------------
 
     def statement(self, node: ast.AST) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            self.function(node)
-        elif isinstance(node, ast.ClassDef):
-            self.class_(node)
-        elif isinstance(node, ast.Assign):
-            self.value(node.value, f"assigned to {as_written(node.targets[0])}")
-            self.aliases(node.targets, node.value)
-            for target in node.targets:
-                self.value(target, "")
-        elif isinstance(node, ast.AnnAssign):
-            if node.value is not None:
-                self.value(node.value, f"assigned to {as_written(node.target)}")
-        elif isinstance(node, ast.Return):
-            if node.value is not None:
-                self.value(node.value, "returned")
-        elif isinstance(node, ast.If):
-            test, body, orelse = node.test, node.body, node.orelse
-            negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-            if last_name(test.operand if negated else test) == "TYPE_CHECKING":  # type: ignore[attr-defined]
-                body, orelse = (body, []) if negated else ([], orelse)
-            self.value(test, "")
-            for statement in (*body, *orelse):
-                self.statement(statement)
-        elif isinstance(node, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Pass):
-            pass
+        handler = self.statements_of.get(type(node))
+        if handler is not None:
+            handler(node)
         else:
             self.children(node)
 
+    def skip(self, node: ast.stmt) -> None:
+        pass
+
+    def assign(self, node: ast.Assign) -> None:
+        self.value(node.value, f"assigned to {as_written(node.targets[0])}")
+        self.aliases(node.targets, node.value)
+        for target in node.targets:
+            self.value(target, "")
+
+    def annassign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.value(node.value, f"assigned to {as_written(node.target)}")
+
+    def return_(self, node: ast.Return) -> None:
+        if node.value is not None:
+            self.value(node.value, "returned")
+
+    def if_(self, node: ast.If) -> None:
+        test, body, orelse = node.test, node.body, node.orelse
+        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        if last_name(test.operand if negated else test) == "TYPE_CHECKING":  # type: ignore[attr-defined]
+            body, orelse = (body, []) if negated else ([], orelse)
+        self.value(test, "")
+        for statement in (*body, *orelse):
+            self.statement(statement)
+
     def children(self, node: ast.AST) -> None:
-        for field in node._fields:
+        for field in fields_of(node):
             value = getattr(node, field, None)
-            for part in value if isinstance(value, list) else (value,):
+            for part in value if type(value) is list else (value,):
                 if isinstance(part, ast.expr):
                     self.value(part, "")
                 elif isinstance(part, ast.AST):
@@ -191,7 +215,7 @@ class _Reader:
         for decorator in node.decorator_list:
             if isinstance(decorator, ast.Call):
                 self.value(decorator, "")
-            elif isinstance(decorator, ast.Name | ast.Attribute):
+            elif isinstance(decorator, _NAMES):
                 self.used(decorator, "call", decorator, shape=Shape("v", {}))
         self.defaults(node.args)
         before = self.instances, self.own, self.method, self.varargs, self.kwargs
@@ -290,54 +314,61 @@ class _Reader:
 
     def value(self, node: ast.AST, role: str) -> None:
         """Visit an expression whose value goes somewhere; the role says where, empty for nowhere."""
-        kind = type(node)
-        if kind is ast.Constant:
-            return
-        if kind is ast.Name or kind is ast.Attribute:
-            self.reference(node, role)  # type: ignore[arg-type]
-        elif isinstance(node, ast.Call):
-            self.call(node, role)
-        elif isinstance(node, ast.IfExp):
-            self.value(node.test, "")
-            self.value(node.body, role)
-            self.value(node.orelse, role)
-        elif isinstance(node, ast.BoolOp):
-            for part in node.values:
-                self.value(part, role)
-        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
-            inner = role and (
-                role if role.startswith("assigned") and kind is ast.Tuple else f"{role}, in a list"
-            )
-            for part in node.elts:
-                self.value(part, inner)
-        elif isinstance(node, ast.Dict):
-            for key in node.keys:
-                if key is not None:
-                    self.value(key, "put in a dict")
-            for part in node.values:
-                self.value(part, "put in a dict")
-        elif isinstance(node, ast.NamedExpr):
-            self.value(node.value, f"assigned to {node.target.id}")
-        elif isinstance(node, ast.Lambda):
-            self.defaults(node.args)
-            self.value(node.body, "returned")
-        elif isinstance(node, ast.Yield | ast.YieldFrom):
-            if node.value is not None:
-                self.value(node.value, "yielded")
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
-            self.value(node.elt, "put in a list")
-            self.generators(node.generators)
-        elif isinstance(node, ast.DictComp):
-            self.value(node.key, "put in a dict")
-            self.value(node.value, "put in a dict")
-            self.generators(node.generators)
-        elif isinstance(node, ast.Starred):
-            self.value(node.value, role)
-        elif isinstance(node, ast.Subscript):
-            self.value(node.value, "")
-            self.value(node.slice, "")
+        handler = self.values_of.get(type(node))
+        if handler is not None:
+            handler(node, role)
         else:
             self.children(node)
+
+    def constant(self, node: ast.Constant, role: str) -> None:
+        pass
+
+    def choice(self, node: ast.IfExp, role: str) -> None:
+        self.value(node.test, "")
+        self.value(node.body, role)
+        self.value(node.orelse, role)
+
+    def either(self, node: ast.BoolOp, role: str) -> None:
+        for part in node.values:
+            self.value(part, role)
+
+    def items(self, node: ast.Tuple | ast.List | ast.Set, role: str) -> None:
+        if role and not (role.startswith("assigned") and type(node) is ast.Tuple):
+            role = f"{role}, in a list"
+        for part in node.elts:
+            self.value(part, role)
+
+    def mapping(self, node: ast.Dict, role: str) -> None:
+        for part in (*node.keys, *node.values):
+            if part is not None:
+                self.value(part, "put in a dict")
+
+    def walrus(self, node: ast.NamedExpr, role: str) -> None:
+        self.value(node.value, f"assigned to {node.target.id}")
+
+    def lambda_(self, node: ast.Lambda, role: str) -> None:
+        self.defaults(node.args)
+        self.value(node.body, "returned")
+
+    def yielded(self, node: ast.Yield | ast.YieldFrom, role: str) -> None:
+        if node.value is not None:
+            self.value(node.value, "yielded")
+
+    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, role: str) -> None:
+        self.value(node.elt, "put in a list")
+        self.generators(node.generators)
+
+    def dict_comprehension(self, node: ast.DictComp, role: str) -> None:
+        self.value(node.key, "put in a dict")
+        self.value(node.value, "put in a dict")
+        self.generators(node.generators)
+
+    def starred(self, node: ast.Starred, role: str) -> None:
+        self.value(node.value, role)
+
+    def item(self, node: ast.Subscript, role: str) -> None:
+        self.value(node.value, "")
+        self.value(node.slice, "")
 
     def generators(self, parts: Sequence[ast.comprehension]) -> None:
         for part in parts:
@@ -392,11 +423,11 @@ class _Reader:
             pass
         elif _is(self.known(func), func, "functools:partial", "functools:partialmethod") and node.args:
             first = passed.pop(0)
-            if isinstance(first, ast.Name | ast.Attribute) and self.values.get(self.place(first)):
+            if isinstance(first, _NAMES) and self.values.get(self.place(first)):
                 self.used(first, "partial", node, shape=self.shape(node, 1))
             else:
                 self.value(first, f"passed to {last_name(func)}")
-        elif isinstance(plain, ast.Name | ast.Attribute):
+        elif isinstance(plain, _NAMES):
             self.used(plain, "call", node, shape=self.shape(node))
             if isinstance(plain, ast.Attribute):
                 self.reference(plain, "")
@@ -425,7 +456,7 @@ class _Reader:
             self.value(arg.test, "")
             for part in (arg.body, arg.orelse):
                 self.argument(part, where, said, observes, callee, params)
-        elif isinstance(arg, ast.Name | ast.Attribute):
+        elif isinstance(arg, _NAMES):
             inner: ast.expr = arg
             while isinstance(inner, ast.Attribute):
                 inner = inner.value
@@ -440,7 +471,7 @@ class _Reader:
         owner = func.value
         if isinstance(owner, ast.Call) and last_name(owner.func) == "super":
             self.add("super", node, [], shape=self.shape(node), text=self.method)
-        elif isinstance(owner, ast.Name | ast.Attribute):
+        elif isinstance(owner, _NAMES):
             values = [value.removesuffix(".__init__") for value in self.values.get(self.place(func), [])]
             if values and node.args:
                 self.add("base", node, values, shape=self.shape(node, 1), text=self.method)

@@ -6,6 +6,7 @@ never how many arguments there are, and never a list of names.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -184,13 +185,14 @@ class _Search:
         self.family = {id(node): node for node in below if self.hierarchy.reaches(node, init)}
         apart = [node.dotted for node in below if id(node) not in self.family]
         names = self.names({node.name for node in self.family.values()})
+        # As they stand in the JSON of sites, behind a module or another name.
+        marks = [f"{mark}{json.dumps(name)[1:]}".encode() for name in names for mark in ".:"]
+        marks.append(b'["cls"')
         for source in self.sources:
             held = self.index.get(source.path)
-            if held is not None:
-                marks = [f'{mark}{name}"' for name in names for mark in ".:"]
-                if any(mark in held.sites for mark in marks) or '["cls"' in held.sites:
-                    for site in held.decode():
-                        self.site(site, source, names)
+            if held is not None and any(mark in held.sites for mark in marks):
+                for site in held.decode():
+                    self.site(site, source, names)
         for node in self.family.values():
             self.passing(node)
         assert init.owner.source is not None

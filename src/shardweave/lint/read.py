@@ -44,7 +44,13 @@ class _Harvest:
 
     def facts(self) -> Facts:
         uses = [self.use(pending, (value,)) for pending, value in self.reader.imported]
-        names = {name for scope in self.reader.every for name in scope.bindings}
+        # A name that is nothing but the results of calls, loops and parameters leads to no module.
+        names = {
+            name
+            for scope in self.reader.every
+            for name, bindings in scope.bindings.items()
+            if any(binding.kind in ("value", "expr", "star") for binding in bindings)
+        }
         has_stars = "*" in self.top.bindings
         for pending in self.reader.pending:
             head: ast.expr = pending.node
@@ -110,7 +116,7 @@ class _Harvest:
     def members(self) -> list[Member]:
         found = []
         for form, owner, attr, node, scope, order, block in self.reader.owners:
-            if isinstance(owner, ast.Name | ast.Attribute):
+            if isinstance(owner, (ast.Name, ast.Attribute)):
                 types = self.types(owner, scope, order, block) if isinstance(owner, ast.Name) else ()
                 end = node.end_lineno or node.lineno
                 found.append(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from shardweave.lint.shapes import (
     LOG,
     asks_for_name,
     class_of,
+    fields_of,
     getattr_name,
     is_message,
     last_name,
@@ -25,6 +27,12 @@ from shardweave.lint.shapes import (
 )
 
 __all__ = ["Pending", "Reader"]
+
+# A union would be made anew at each of a million places.
+_NAMES = (ast.Name, ast.Attribute)
+_ROWS = (ast.Tuple, ast.List)
+_CHOICES = (ast.IfExp, ast.BoolOp)
+_ELSEWHERE = re.compile(rb"(?:^|[:;])[\s\\]*(?:global|nonlocal)\b", re.MULTILINE)
 
 
 class Pending(NamedTuple):
@@ -52,7 +60,7 @@ class Reader:
         self.block = Block(None, None, 0)
         self.scope = self.top = Scope("module", None, "", self.block)
         self.every = [self.top]
-        self.has_elsewhere = b"global" in text or b"nonlocal" in text
+        self.has_elsewhere = _ELSEWHERE.search(text) is not None
         self.functions: dict[str, Scope] = {}
         self.classes: dict[str, Class] = {}
         self.attributes: dict[str, list[Binding]] = {}
@@ -112,14 +120,11 @@ class Reader:
             self.children(node)
 
     def children(self, node: ast.AST) -> None:
-        for field in node._fields:
+        for field in fields_of(node):
             value = getattr(node, field, None)
-            if isinstance(value, ast.AST):
-                self.visit(value)
-            elif isinstance(value, list):
-                for item in value:
-                    if isinstance(item, ast.AST):
-                        self.visit(item)
+            for item in value if type(value) is list else (value,):
+                if isinstance(item, ast.AST):
+                    self.visit(item)
 
     def skip(self, node: ast.AST) -> None:
         pass
@@ -179,10 +184,10 @@ class Reader:
                 self.bind(node.id, "other")
             else:
                 self.bind_expr(node.id, value)
-        elif isinstance(node, ast.Tuple | ast.List):
+        elif isinstance(node, _ROWS):
             values: list[ast.expr | None] = [None] * len(node.elts)
             if (
-                isinstance(value, ast.Tuple | ast.List)
+                isinstance(value, _ROWS)
                 and len(value.elts) == len(node.elts)
                 and not any(isinstance(item, ast.Starred) for item in (*value.elts, *node.elts))
             ):
@@ -464,16 +469,16 @@ class Reader:
 
     def value(self, node: ast.expr, names: Sequence[str] = ()) -> None:
         """Visit what is assigned: a plain name of a thing is another name of it, not a use."""
-        if names and isinstance(node, ast.Name | ast.Attribute):
+        if names and isinstance(node, _NAMES):
             self.note(node, "alias")
         elif len(names) == 1 and isinstance(node, ast.Lambda):
             self.lambda_(node, names[0])
         elif names and getattr_name(node) is not None and isinstance(node, ast.Call):
             for arg in node.args:
-                if not isinstance(arg, ast.Name | ast.Attribute):
+                if not isinstance(arg, _NAMES):
                     self.visit(arg)
             self.note(node, "alias")
-        elif names and isinstance(node, ast.IfExp | ast.BoolOp):
+        elif names and isinstance(node, _CHOICES):
             self.choice(node, names)
         else:
             self.visit(node)
@@ -588,7 +593,7 @@ class Reader:
 
     def by_name(self, node: ast.Call, word: str, called: ast.Call | None = None, chain: str = "") -> None:
         subject, attr, *rest = node.args
-        if not isinstance(subject, ast.Name | ast.Attribute):
+        if not isinstance(subject, _NAMES):
             self.visit(subject)
         for part in (*rest, *(called.args if called else ()), *(called.keywords if called else ())):
             self.visit(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from shardweave.lint.collectives import COLLECTIVES, QUERIES, WORLDS, misses_gro
 from shardweave.lint.facts import Class, Facts, Function, Member, Use, facts_from
 from shardweave.lint.files import Source
 from shardweave.lint.finding import READS, REEXPORTED, Finding
+from shardweave.lint.many import cores, each
 from shardweave.lint.names import Tree
 from shardweave.lint.presets import Target
 from shardweave.lint.read import read_facts
@@ -49,9 +51,8 @@ class Search:
         self.facts: dict[str, Facts | None] = {}
         self.broken: list[Finding] = []
         self.matched: dict[str, _Hit | None] = {}
-        loaded = cache.load("facts")
-        self.loaded = loaded if isinstance(loaded, dict) else {}
-        self.saved: dict[str, object] = {}
+        self.loaded = cache.rows("facts")
+        self.saved: dict[str, bytes] = {}
         self.own = own_digest() if cache.folder is not None else ""
         self.tree = Tree(sources, facts_of=self.facts_of, is_target=self.is_target)
 
@@ -62,14 +63,9 @@ class Search:
         if source.place in self.facts:
             return self.facts[source.place]
         self.facts[source.place] = None
-        key = ""
-        if self.cache.folder is not None:
-            key = digest(self.own, source.module, source.package, source.text)
-            stored = self.loaded.get(key)
-            if stored is not None:
-                self.saved[key] = stored
-                found = self.facts[source.place] = facts_from(stored)
-                return found
+        key = self.key(source)
+        if key in self.loaded:
+            return self.take(source, self.loaded[key])
         try:
             # Python warns of odd escapes in other people's texts; that is not our matter.
             tree = _parse(source.text)
@@ -84,8 +80,37 @@ class Search:
             return None
         self.facts[source.place] = found
         if key:
-            self.saved[key] = list(found)
+            self.saved[key] = _row(found)
         return found
+
+    def key(self, source: Source) -> str:
+        """What the facts of a file are kept under; empty where nothing is kept."""
+        if self.cache.folder is None:
+            return ""
+        return digest(self.own, source.module, source.package, source.text)
+
+    def take(self, source: Source, row: bytes) -> Facts:
+        """Facts of a file that were written down."""
+        found = self.facts[source.place] = facts_from(json.loads(row))
+        if self.cache.folder is not None:
+            self.saved[self.key(source)] = row
+        return found
+
+    def read_all(self, sources: Sequence[Source]) -> None:
+        """Read many files, on all cores where that is worth it."""
+        unread = [source for source in sources if self.key(source) not in self.loaded]
+        sizes = [len(source.text) for source in unread]
+        if cores(sizes) > 1:
+
+            def row(source: Source) -> bytes:
+                facts = self.facts_of(source)
+                return b"" if facts is None else _row(facts)
+
+            for source, made in zip(unread, each(row, unread, sizes=sizes), strict=True):
+                if made and source.place not in self.facts:
+                    self.take(source, made)
+        for source in sources:
+            self.facts_of(source)
 
     def read_with(self, names: Iterable[str]) -> bool:
         """Read the files that may use one of the names, and say whether there were any.
@@ -157,15 +182,17 @@ class Search:
         imported = re.compile(rb"^[ \t]*(?:from|import)\b[^\n]*\b(?:" + state + rb")\b", re.MULTILINE)
         owned = re.compile(rb"hasattr\(|\.\w+ = ")
         owners = [name.encode() for c in self.collections for name in (*c.owners, c.cls.rpartition(".")[2])]
-        for source in self.sources:
-            text = source.text
-            if (
-                words.search(text)
+        self.read_all(
+            [
+                source
+                for source in self.sources
+                for text in [source.text]
+                if words.search(text)
                 or (self.targets and _COMPUTED.search(text) and imported.search(text))
                 or (self.collectives and b"distributed" in text and _COLLECTIVE.search(text))
                 or (any(owner in text for owner in owners) and owned.search(text))
-            ):
-                self.facts_of(source)
+            ]
+        )
         hidden, carriers = self.spread(first)
         for source in self.sources:
             facts = self.facts.get(source.place)
@@ -176,8 +203,8 @@ class Search:
                     yield from self.of_member(member, source)
         if self.options.wants("SW001"):
             yield from self.broken
-        if self.cache.folder is not None and self.saved != self.loaded:
-            self.cache.save("facts", self.saved)
+        if self.saved.keys() != self.loaded.keys():
+            self.cache.keep("facts", self.saved)
 
     def spread(self, first: re.Pattern[str]) -> tuple[dict[str, str], set[str]]:
         """Names under which accessors go on, and functions whose result is one, to the end of the chain.
@@ -418,6 +445,10 @@ _HINT = "take the group as an argument"
 _NAMES = sorted({*COLLECTIVES, *QUERIES, "WORLD", "_get_default_group", "default_pg"}, key=len, reverse=True)
 _COLLECTIVE = re.compile(rb"\b(?:" + "|".join(_NAMES).encode() + rb")\b")
 _COLLECTIVE_TEXT = re.compile(r"[.:](?:" + "|".join(_NAMES) + r")$")
+
+
+def _row(facts: Facts) -> bytes:
+    return json.dumps(facts, separators=(",", ":")).encode()
 
 
 def _parse(text: bytes) -> ast.Module:
