@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shardweave.layout import (
     PAD,
+    Buffer,
     BufferRule,
     Dim,
     Layout,
@@ -68,25 +69,37 @@ def reference(layout: Layout, values: Values) -> State:
         tensor: [{number: i for i, (_, number) in enumerate(dim)} for dim in tensor.dims]
         for tensor in layout.tensors
     }
+    stored: dict[Buffer, NDArray[np.float64]] = {}
     state: State = {}
     for rank in layout.mesh.ranks:
         state[rank] = {}
         for buffer in layout.buffers(rank):
-            stored = np.full([len(dim) for dim in buffer.dims], np.nan)
-            tensors = {part.label: part.tensor for part in buffer.parts}
-            everywhere = itertools.product(*(enumerate(dim) for dim in buffer.dims))
-            for held in everywhere:
-                labels = [label for _, (label, _) in held]
-                if PAD in labels:
-                    continue
-                tensor = tensors["".join(label for label in labels if label)]
-                element = tuple(of[n] for of, (_, (_, n)) in zip(places[tensor], held, strict=True))
-                stored[tuple(i for i, _ in held)] = values[tensor][element]
-            separate = [d for d in range(stored.ndim) if d not in buffer.stacked]
-            arrays = np.transpose(stored, (*separate, *buffer.stacked))
+            if buffer not in stored:  # replicas store the same
+                stored[buffer] = _stored(buffer, places, values)
+            separate = [d for d in range(len(buffer.dims)) if d not in buffer.stacked]
+            arrays = np.transpose(stored[buffer].copy(), (*separate, *buffer.stacked))
             for name, at in buffer.members():
                 state[rank][name] = arrays[at]
     return state
+
+
+def _stored(
+    buffer: Buffer, places: dict[Tensor, list[dict[int, int]]], values: Values
+) -> NDArray[np.float64]:
+    stored = np.full([len(dim) for dim in buffer.dims], np.nan)
+    tensors = {part.label: part.tensor for part in buffer.parts}
+    of: dict[tuple[str, ...], tuple[list[dict[int, int]], NDArray[np.float64]]] = {}
+    for held in itertools.product(*(enumerate(dim) for dim in buffer.dims)):
+        labels = tuple([label for _, (label, _) in held])
+        if PAD in labels:
+            continue
+        if labels not in of:
+            tensor = tensors["".join(label for label in labels if label)]
+            of[labels] = places[tensor], values[tensor]
+        place, value = of[labels]
+        element = tuple([at[n] for at, (_, (_, n)) in zip(place, held, strict=True)])
+        stored[tuple([i for i, _ in held])] = value[element]
+    return stored
 
 
 def assert_same(got: State, wanted: State) -> None:
