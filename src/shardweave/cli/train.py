@@ -23,6 +23,7 @@ from shardweave.cli.common import (
     print_facts,
     print_finding,
     print_json,
+    stderr,
     stdout,
     table,
 )
@@ -157,6 +158,7 @@ def _run(
     checkpoint: Path | None = None,
 ) -> None:
     file, anew = split_said(said or ())
+    from shardweave.train.checks import notes, parallel_of
     from shardweave.train.launch import find_place
 
     place = None if explain else find_place()
@@ -168,10 +170,13 @@ def _run(
         )
     world_size = nproc if place is None else place.world_size
     config = _config(file, anew, world_size, verb, speaks=place is None or place.rank == 0)
+    ranks = parallel_of(config).world_size
+    if not quiet and (explain or (ranks == 1 if place is None else place.rank == 0)):
+        for note in notes(config):
+            stderr().print(f"note: {note}", style="dim", highlight=False, soft_wrap=True)
     if explain:
         _explain(config, as_json=as_json)
         return
-    ranks = config.parallel.tp * config.parallel.cp * config.parallel.pp * (config.parallel.dp or 1)
     if place is None and ranks > 1:
         flags = {"--json": as_json, "--quiet": quiet, "--debug": debug}
         more = [flag for flag, is_given in flags.items() if is_given]

@@ -108,7 +108,19 @@ def hf_config_of(config: TrainConfig) -> Mapping[str, Any]:
 def parallel_of(config: TrainConfig) -> Parallel:
     """The degrees of a run whose ``dp`` is known."""
     of = config.parallel
-    return Parallel(of.tp, of.cp, of.dp or 1, of.pp, of.ep, of.etp, of.vp)
+    names = ("tp", "cp", "remat", "pp", "ep", "etp", "eremat", "vp")
+    axes = dict.fromkeys((*of.weight_axes, *(("cp",) if of.fold_cp else ())))
+    return Parallel(dp=of.dp or 1, weight_axes=tuple(axes), **{name: getattr(of, name) for name in names})
+
+
+def notes(config: TrainConfig) -> Iterator[str]:
+    """What is allowed and does nothing, or less than it seems to."""
+    of = config.parallel
+    if of.fold_cp and of.cp == 1:
+        yield "parallel.fold_cp changes nothing: parallel.cp is 1"
+    shared = [axis for axis in of.weight_axes if (getattr(of, axis) or 1) > 1]
+    if of.weight_axes != ("remat",) and not shared and not (of.fold_cp and of.cp > 1):
+        yield f"parallel.weight_axes {','.join(of.weight_axes)} shares nothing: each of these degrees is 1"
 
 
 # --- checks -------------------------------------------------------------------------------------
@@ -120,8 +132,9 @@ def _wrong(rule: str, equation: str, hint: str) -> ConfigError:
 
 def _with_dp(config: TrainConfig, world_size: int | None) -> tuple[TrainConfig, list[ConfigError]]:
     of = config.parallel
-    rest = of.tp * of.cp * of.pp
-    product = f"tp({of.tp}) * cp({of.cp}) * pp({of.pp}) = {rest}"
+    rest = of.tp * of.cp * of.remat * of.pp
+    remat = f" * remat({of.remat})" if of.remat > 1 else ""
+    product = f"tp({of.tp}) * cp({of.cp}){remat} * pp({of.pp}) = {rest}"
     if world_size is None:
         return replace(config, parallel=replace(of, dp=of.dp or 1)), []
     if of.dp is not None:
@@ -147,13 +160,21 @@ def _with_dp(config: TrainConfig, world_size: int | None) -> tuple[TrainConfig, 
 
 def _degrees(config: TrainConfig) -> Iterator[ConfigError]:
     of = config.parallel
-    ranks, experts = of.tp * of.cp * (of.dp or 1), of.ep * of.etp
+    ranks, experts = of.tp * of.cp * of.remat * (of.dp or 1), of.ep * of.etp * of.eremat
     if ranks % experts:
+        remat = f" * remat({of.remat})" if of.remat > 1 else ""
+        eremat = f" * eremat({of.eremat})" if of.eremat > 1 else ""
         yield _wrong(
             "experts are on the ranks of a stage a whole number of times: etp * ep * edp * pp is the world",
-            f"tp({of.tp}) * cp({of.cp}) * dp({of.dp}) = {ranks} % (ep({of.ep}) * etp({of.etp})) = "
-            f"{ranks % experts} != 0",
+            f"tp({of.tp}) * cp({of.cp}){remat} * dp({of.dp}) = {ranks} % "
+            f"(ep({of.ep}) * etp({of.etp}){eremat}) = {ranks % experts} != 0",
             "choose parallel.ep and parallel.etp whose product divides tp * cp * dp",
+        )
+    if len(set(of.weight_axes)) != len(of.weight_axes):
+        yield _wrong(
+            "weights are shared over an axis once",
+            f"parallel.weight_axes({','.join(of.weight_axes)})",
+            "name each axis once",
         )
     if of.vp > 1 and of.pp == 1:
         yield _wrong(
@@ -170,17 +191,18 @@ def _degrees(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def _batch(config: TrainConfig) -> Iterator[ConfigError]:
-    of, dp = config.batch, config.parallel.dp or 1
+    of, dp = config.batch, config.parallel.remat * (config.parallel.dp or 1)
+    name = "dp" if config.parallel.remat == 1 else "remat * dp"
     if of.documents % dp:
         yield _wrong(
             "data ranks have equally many documents",
-            f"batch.documents({of.documents}) % dp({dp}) = {of.documents % dp} != 0",
+            f"batch.documents({of.documents}) % {name}({dp}) = {of.documents % dp} != 0",
             "choose batch.documents as a multiple of the data ranks",
         )
     elif of.tokens is None and of.documents % (dp * of.microbatch):
         yield _wrong(
             "the documents of a data rank fill its microbatches",
-            f"batch.documents({of.documents}) % (dp({dp}) * batch.microbatch({of.microbatch})) = "
+            f"batch.documents({of.documents}) % ({name}({dp}) * batch.microbatch({of.microbatch})) = "
             f"{of.documents % (dp * of.microbatch)} != 0",
             "choose batch.documents as a multiple of both, or give batch.tokens",
         )
@@ -256,11 +278,12 @@ def _model(config: TrainConfig, model: Model) -> Iterator[ConfigError]:
             "change parallel.stages so that they add up",
         )
     experts = list(model.of("moe"))
-    if not experts and of.ep * of.etp > 1:
+    if not experts and of.ep * of.etp * of.eremat > 1:
+        eremat = f" * eremat({of.eremat})" if of.eremat > 1 else ""
         yield _wrong(
             "degrees of experts are those of a model with experts",
-            f"ep({of.ep}) * etp({of.etp}) > 1 with family {model.family!r}, which has none",
-            "leave out parallel.ep and parallel.etp",
+            f"ep({of.ep}) * etp({of.etp}){eremat} > 1 with family {model.family!r}, which has none",
+            "leave out parallel.ep, parallel.etp and parallel.eremat",
         )
     if not experts and (config.loss.balance or config.loss.router_z):
         yield _wrong(

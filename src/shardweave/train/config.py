@@ -29,6 +29,7 @@ class ModelConfig:
         dropout: The share of what each block adds that is dropped in training.
         mtp: Heads for further tokens, beside what the config says; a checkpoint without them cannot begin one
             with them.
+        recompute: Whether the way back computes each layer once more, and keeps only what went into it.
     """
 
     path: str
@@ -36,38 +37,51 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     dropout: Annotated[float, Bounds(0, 0.99)] = 0.0
     mtp: Natural = 0
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """How many ranks share what.
 
-    ``tp * cp * dp * pp`` is the number of ranks, and ``etp * ep`` divides ``tp * cp * dp``: experts are laid
-    over the same ranks once more.
+    ``tp * cp * remat * dp * pp`` is the number of ranks, and ``etp * ep * eremat`` divides
+    ``tp * cp * remat * dp``: experts are laid over the same ranks once more.
 
     Attributes:
         tp: Ranks that cut heads, rows and, between the blocks of a layer, the sequence.
         cp: Ranks that cut each document.
+        remat: Ranks with documents of their own that share each weight, and gather it for use (GTP_remat).
         dp: Ranks with documents of their own; null for what the world leaves.
         pp: Pipeline stages.
         ep: Ranks that share the experts of a layer.
         etp: Ranks that cut each expert.
+        eremat: Ranks that share the weights of the same experts, and gather them for use.
         vp: Stretches of layers of a stage; more than one interleaves the schedule.
         stages: Layers of each stretch, in order of the model; null for even ones.
         attention: How context ranks exchange keys and values.
         order: Which parts of a document a context rank has; a zigzag balances causal attention.
+        weight_axes: The axes that share weights: ``remat`` alone, ``dp`` or ``cp,dp`` for FSDP.
+        fold_cp: Whether the context ranks share weights too: ``cp`` beside ``weight_axes``.
+        weight_multiple: The rows of a share are filled up to a multiple of it; 0 where they have to divide.
+        prefetch: Whether a shared weight is fetched while the one before it is used.
     """
 
     tp: Count = 1
     cp: Count = 1
+    remat: Count = 1
     dp: Count | None = None
     pp: Count = 1
     ep: Count = 1
     etp: Count = 1
+    eremat: Count = 1
     vp: Count = 1
     stages: tuple[Count, ...] | None = None
     attention: Literal["ring", "gather", "all_to_all"] = "ring"
     order: Literal["zigzag", "contiguous"] = "zigzag"
+    weight_axes: tuple[Literal["remat", "cp", "dp"], ...] = ("remat",)
+    fold_cp: bool = False
+    weight_multiple: Natural = 1
+    prefetch: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,7 @@ def _loader(
         microbatch=batch.microbatch,
         slots=batch.tokens,
         seed=seed,
-        dp=of.dp or 1,
+        dp=of.remat * (of.dp or 1),
         dp_rank=dp_rank,
         form=batch.form,
         cp=of.cp,

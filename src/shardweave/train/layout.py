@@ -133,7 +133,7 @@ class _Shares:
                     hint="fill shares up (a multiple of 1 or more), or share the weight over fewer ranks",
                 )
             number = sum(c * math.prod(sizes[:i]) for i, c in enumerate(at[1:] if axis else at))
-            return even(pad(mine, parts * max(1, self.multiple)), parts, number)
+            return even(pad(mine, parts * max(1, self.multiple)), parts, number) if parts > 1 else mine
 
         return along(self.mesh, (axis, *self.axes) if axis else self.axes, rows)
 

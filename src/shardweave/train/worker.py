@@ -99,6 +99,10 @@ def run_rank(
                 cp_method=config.parallel.attention,
                 dropout=config.model.dropout,
                 mtp=config.model.mtp,
+                multiple=config.parallel.weight_multiple,
+                recompute=config.model.recompute,
+                ordered=config.run.deterministic,
+                ahead=config.parallel.prefetch,
             )
             runtime = replace(runtime, decoder=replace(runtime.decoder, seed=config.run.seed))
             if verb == "evaluate":
@@ -110,7 +114,7 @@ def run_rank(
 def _train(
     config: TrainConfig, runtime: Runtime, store: Store, *, resumes: bool, quiet: bool
 ) -> loop.Summary:
-    dp_rank = runtime.parallel.mesh.coordinate(runtime.rank)["dp"]
+    dp_rank = runtime.parallel.data_rank(runtime.rank)
     vocab_size = runtime.decoder.maths.vocab_size
     train = train_loader(config, dp_rank=dp_rank, vocab_size=vocab_size)
     evaluation = evaluation_loader(config, dp_rank=dp_rank, vocab_size=vocab_size)
@@ -140,7 +144,7 @@ def _train(
 
 
 def _evaluate(config: TrainConfig, runtime: Runtime, path: Path | None) -> dict[str, Any]:
-    dp_rank = runtime.parallel.mesh.coordinate(runtime.rank)["dp"]
+    dp_rank = runtime.parallel.data_rank(runtime.rank)
     loader = evaluation_loader(config, dp_rank=dp_rank, vocab_size=runtime.decoder.maths.vocab_size)
     assert loader is not None, "an evaluation has data: checks.find_wrong(..., evaluates=True)"
     if path is None and config.model.weights is not None:
