@@ -1,11 +1,12 @@
 """What a check found, in every form: texts stay texts, formats keep their own rules.
 
-The rules of SARIF are written down here from the standard, sections 3.13 (log), 3.14 (run), 3.27 (result),
-3.30 (region) and 3.49 (rule); its schema is not here.
+SARIF is checked twice: against its published schema, and against rules of its text that no schema has,
+sections 3.13 (log), 3.14 (run), 3.27 (result), 3.30 (region) and 3.49 (rule).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
+import jsonschema
 import pytest
 
 from shardweave.lint.finding import CODES, Absent, Finding, Report
@@ -313,6 +315,38 @@ def check_sarif(text: str) -> dict[str, Any]:
             for location in result["locations"]:
                 check_location(location)
     return log
+
+
+@functools.cache
+def schema() -> Any:
+    """A validator of the schema that OASIS publishes."""
+    path = Path(__file__).parents[1] / "data" / "sarif" / "sarif-schema-2.1.0.json"
+    read = json.loads(path.read_bytes())
+    jsonschema.Draft4Validator.check_schema(read)
+    return jsonschema.Draft4Validator(read)
+
+
+@every
+def test_sarif_keeps_its_published_schema(report: Report) -> None:
+    log = json.loads(as_sarif(report))
+    assert [error.json_path for error in schema().iter_errors(log)] == []
+    assert log["$schema"] == schema().schema["id"], "it names the schema that it keeps"
+
+
+@pytest.mark.parametrize(
+    ("damage", "where"),
+    [
+        (lambda log: log.update(version="2.0.0"), "$.version"),
+        (lambda log: log["runs"][0].pop("tool"), "$.runs[0]"),
+        (lambda log: log["runs"][0]["results"][0].update(level="fatal"), "$.runs[0].results[0].level"),
+        (lambda log: log["runs"][0]["results"][0].update(kind=1), "$.runs[0].results[0].kind"),
+        (lambda log: log["runs"][0]["results"][0].update(other=1), "$.runs[0].results[0]"),
+    ],
+)
+def test_the_schema_sees_a_damaged_log(damage: Any, where: str) -> None:
+    log = json.loads(as_sarif(RATCHET))
+    damage(log)
+    assert where in {error.json_path for error in schema().iter_errors(log)}
 
 
 @every

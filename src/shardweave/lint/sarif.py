@@ -21,6 +21,7 @@ __all__ = ["FINGERPRINT", "as_sarif"]
 
 FINGERPRINT = "shardweaveBaselineKey/v1"
 _ROOT = "%SRCROOT%"
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
 def as_sarif(report: Report) -> str:
@@ -53,7 +54,7 @@ def as_sarif(report: Report) -> str:
         "results": results,
     }
     log = {
-        "$schema": "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json",
+        "$schema": _SCHEMA,
         "version": "2.1.0",
         "runs": [run],
     }
