@@ -150,6 +150,7 @@ class ReducePlan:
         rank: The rank.
         arrays: A reduction for each of its arrays, by name.
         buckets: The arrays in the order in which they are summed.
+        bucket_bytes: What is sent at once, about.
 
     Laws:
         The ranks that an array is summed over are those that hold its elements, each once: proved when made.
@@ -160,6 +161,11 @@ class ReducePlan:
     rank: int
     arrays: Mapping[str, Reduction]
     buckets: tuple[Bucket, ...]
+    bucket_bytes: int = BUCKET_BYTES
+
+    def peer(self, rank: int) -> ReducePlan:
+        """The plan that another rank has, where it is made in the same way; it was proved over there."""
+        return _planned(self.layout, rank, self.bucket_bytes, proves=False)
 
     def own(self, bucket: Bucket) -> tuple[int, int]:
         """The stretch of a bucket that is this rank's part."""
@@ -202,6 +208,10 @@ def reduce_plan(layout: Layout, rank: int, *, bucket_bytes: int = BUCKET_BYTES) 
       1 of 15 float32: over ranks 1, 3
       1 of 5 float32: over ranks 0, 1, 2, 3
     """
+    return _planned(layout, rank, bucket_bytes, proves=True)
+
+
+def _planned(layout: Layout, rank: int, bucket_bytes: int, *, proves: bool) -> ReducePlan:
     numbers = {tensor: i for i, tensor in enumerate(layout.tensors)}
     rules = {rule.at(layout.mesh, rank): rule for rule in layout.rules}
     found: list[tuple[tuple[Any, ...], Reduction]] = []
@@ -209,12 +219,14 @@ def reduce_plan(layout: Layout, rank: int, *, bucket_bytes: int = BUCKET_BYTES) 
     for held in held_arrays(layout, rank).values():
         places = _places(layout, held, rules[held.buffer], rank)
         sums = {other: _replicas(layout, rule, other) for other, rule in places.items()}
-        _prove(layout, held, rank, sums, relations)
+        if proves:
+            _prove(layout, held, rank, sums, relations)
         tensors = tuple(numbers[part.tensor] for part in held.buffer.parts)
         found.append(((tensors, held.positions), Reduction(held, sums[rank], tuple(sorted(sums)))))
     # The order of tensors in the layout, which is that of all ranks, whatever their rules are called.
     arrays = [reduction for _, reduction in sorted(found, key=lambda item: item[0])]
-    return ReducePlan(layout, rank, {a.held.name: a for a in arrays}, tuple(_buckets(arrays, bucket_bytes)))
+    buckets = tuple(_buckets(arrays, bucket_bytes))
+    return ReducePlan(layout, rank, {a.held.name: a for a in arrays}, buckets, bucket_bytes)
 
 
 def _replicas(layout: Layout, rule: BufferRule, rank: int) -> Ranks:

@@ -1,8 +1,9 @@
-"""AdamW over the arrays of a rank, its state whole on every replica or cut over them.
+"""AdamW and Muon over the arrays of a rank, their state whole on every replica or cut over them.
 
 Sharded, a rank updates the part of each bucket that is its own, and the replicas gather the new values with
 one message a bucket: the state costs memory once and not once a replica, and no bit of the result differs.
 Arrays that are narrower than float32 have masters in float32 beside them, from which they are rounded.
+Muon needs whole matrices for a moment, which come together and go apart again in between (``matrices.py``).
 
 The state is named by array, state and box. Nothing in it says how many ranks there were or how buckets were
 cut, so that it can be stored, and continued in another layout.
@@ -14,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +33,12 @@ from shardweave.train.gradients import (
     sum_gradients,
 )
 from shardweave.train.grid import Groups
+from shardweave.train.matrices import Matrices
+from shardweave.train.muon import Muon, MuonRule
 from shardweave.train.schedules import Schedule
 
 MASTER, FIRST, SECOND = "master", "exp_avg", "exp_avg_sq"
-"""The names of states: the values in full precision, and the moments."""
+"""The names of states: the values in full precision, and the moments of AdamW."""
 
 _CHUNK = 1 << 16
 """Elements that are updated at once on a processor: what they need stays in its caches."""
@@ -61,13 +64,29 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
 
+    states: ClassVar[tuple[str, ...]] = (FIRST, SECOND)
+
     def rate(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
         return self.lr(step) if callable(self.lr) else self.lr
 
+    def rule(self, held: Held) -> AdamW:
+        """How an array is updated: like any other."""
+        return self
 
-Settings = Callable[[str, tuple[int, ...]], AdamW]
+    def prepare(self, grad: Tensor, first: Tensor, second: Tensor) -> None:
+        """Nothing: no element of an update depends on the gradients of others."""
+
+    def update(self, values: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, step: int) -> None:
+        """One update in place."""
+        adamw(values, grad, first, second, self, step=step)
+
+
+Settings = Callable[[str, tuple[int, ...]], AdamW | Muon]
 """The settings of an array by its name and shape."""
+
+NO_LAYER_MATRIX = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+"""How the names of matrices end that map tokens or choices and not states: embeddings, heads and routers."""
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -79,6 +98,24 @@ def decayed(settings: AdamW, *, where: Callable[[str, tuple[int, ...]], bool] = 
     """Settings whose weight decay is for the arrays of which ``where(name, shape)`` holds only."""
     still = replace(settings, weight_decay=0.0)
     return lambda name, shape: settings if where(name, shape) else still
+
+
+def muon_for_matrices(muon: Muon, adamw: AdamW) -> Settings:
+    """Muon for the matrices of layers, AdamW for embeddings, heads, routers, norms and biases.
+
+    >>> choose = muon_for_matrices(Muon(), AdamW())
+    >>> for name in ("self_attn.q_proj.weight", "mlp.experts.up_proj.weight", "mlp.gate.weight"):
+    ...     print(name, type(choose(f"model.layers.0.{name}", (4, 6))).__name__)
+    self_attn.q_proj.weight Muon
+    mlp.experts.up_proj.weight Muon
+    mlp.gate.weight AdamW
+    """
+    rest = decayed(adamw)
+
+    def choose(name: str, shape: tuple[int, ...]) -> AdamW | Muon:
+        return muon if is_matrix(name, shape) and not name.endswith(NO_LAYER_MATRIX) else rest(name, shape)
+
+    return choose
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -104,7 +141,7 @@ class StateBox:
 
     Attributes:
         held: The array that it is of.
-        state: ``"master"``, ``"exp_avg"`` or ``"exp_avg_sq"``.
+        state: ``"master"``, ``"exp_avg"``, ``"exp_avg_sq"`` or ``"momentum_buffer"``.
         box: Which elements of the rank's array.
         values: Their state, a view in the shape of the box: what is written into it is loaded.
     """
@@ -122,17 +159,17 @@ class StateBox:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The state of a stretch of a bucket, and the settings of the arrays in it."""
+    """The state of a stretch of a bucket, and how each array in it is updated. All have the same states."""
 
     bucket: Bucket
     start: int
     stop: int
     states: Mapping[str, Tensor]
-    settings: tuple[AdamW, ...]
+    rules: tuple[AdamW | MuonRule, ...]
 
 
 class Optimizer:
-    """AdamW of one rank.
+    """The optimizer of one rank.
 
     Attributes:
         params: The arrays by name.
@@ -153,7 +190,7 @@ class Optimizer:
         *,
         plan: ReducePlan,
         groups: Groups,
-        settings: AdamW | Settings,
+        settings: AdamW | Muon | Settings,
         sharded: bool = True,
         max_norm: float | None = None,
     ) -> None:
@@ -168,32 +205,45 @@ class Optimizer:
             max_norm: The norm that gradients are clipped to; ``None`` for no clipping.
 
         Raises:
-            UnknownNameError: The arrays are not those of the plan.
-            PlanError: An array has another shape than its layout says, or is not contiguous.
+            UnknownNameError: The arrays are not those of the plan, or ranks that hold parts of a matrix for
+                Muon have no group.
+            PlanError: An array has another shape than its layout says, is not contiguous, or is to be updated
+                by Muon and holds no matrices.
+            GapError: Muon is for a part of a matrix only.
             DtypeError: An array has another dtype than its layout says.
         """
         _check(params, plan)
         self.params, self.plan, self.groups = dict(params), plan, groups
         self.sharded, self.max_norm, self.count = sharded, max_norm, 0
-        choose: Settings = (lambda name, shape: settings) if isinstance(settings, AdamW) else settings
-        self._shards = tuple(self._shard(bucket, choose) for bucket in plan.buckets)
-        self._names: dict[AdamW, list[str]] = {}
+        choose: Settings = settings if callable(settings) else lambda name, shape: settings
+        self._shards = tuple(
+            tuple(self._cut(bucket, *self._stretch(bucket), choose)) for bucket in plan.buckets
+        )
+        self._matrices = Matrices(plan, choose, groups, sharded=sharded)
+        self._names: dict[AdamW | Muon, list[str]] = {}
         for name, array in params.items():
             self._names.setdefault(choose(name, tuple(array.shape)), []).append(name)
         self.reset_masters()
 
-    def _shard(self, bucket: Bucket, choose: Settings) -> _Shard:
-        start, stop = self.plan.own(bucket) if self.sharded else (0, bucket.numel)
+    def _stretch(self, bucket: Bucket) -> tuple[int, int]:
+        """The stretch of a bucket whose state this rank has."""
+        return self.plan.own(bucket) if self.sharded else (0, bucket.numel)
+
+    def _cut(self, bucket: Bucket, start: int, stop: int, choose: Settings) -> Iterator[_Shard]:
+        """A stretch cut where arrays begin that have other states."""
         like = self.params[bucket.arrays[0].name]
         wide = torch.promote_types(like.dtype, torch.float32)
-        names = (FIRST, SECOND) if like.dtype == wide else (MASTER, FIRST, SECOND)
-        states = {name: torch.zeros(stop - start, dtype=wide, device=like.device) for name in names}
-        settings = (choose(held.name, held.shape) for held, _, _ in bucket.slices(start, stop))
-        return _Shard(bucket, start, stop, states, tuple(settings))
+        ruled = [(choose(held.name, held.shape).rule(held), at) for held, at, _ in bucket.slices(start, stop)]
+        for states, group in itertools.groupby(ruled, lambda item: item[0].states):
+            some = list(group)
+            first, last = start + some[0][1].start, start + some[-1][1].stop
+            names = states if like.dtype == wide else (MASTER, *states)
+            made = {name: torch.zeros(last - first, dtype=wide, device=like.device) for name in names}
+            yield _Shard(bucket, first, last, made, tuple(rule for rule, _ in some))
 
     def reset_masters(self) -> None:
         """Take the masters from the arrays, as after weights were loaded without their state."""
-        for shard in self._shards:
+        for shard in itertools.chain(*self._shards):
             if MASTER in shard.states:
                 for values, places in self._values(shard):
                     shard.states[MASTER][places].copy_(values)
@@ -228,40 +278,58 @@ class Optimizer:
             return Step(False, norm, zeros)
         scale = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
         self.count += 1
-        for shard, flat in zip(self._shards, found.flats, strict=True):
-            self._update(shard, flat.mul_(scale) if scale < 1 else flat)
-            self._share(shard)
+        for shards, flat in zip(self._shards, found.flats, strict=True):
+            if scale < 1:
+                flat.mul_(scale)
+            for shard in shards:
+                self._prepare(shard, self._part(flat, shard))
+        self._matrices.orthogonalise(found.flats)
+        for bucket, shards, flat in zip(self.plan.buckets, self._shards, found.flats, strict=True):
+            for shard in shards:
+                self._update(shard, self._part(flat, shard))
+            self._share(bucket)
         return Step(True, norm, zeros)
 
     def _said(self) -> Iterator[str]:
         """How arrays are updated next, as ranks compare it."""
         for each, names in self._names.items():
-            rate, rest = each.rate(self.count + 1), (each.beta1, each.beta2, each.eps, each.weight_decay)
-            yield f"{rate}, {rest}: {names}"
+            yield f"{replace(each, lr=each.rate(self.count + 1))}: {names}"
+        yield self._matrices.group.name
+
+    def _part(self, flat: Tensor, shard: _Shard) -> Tensor:
+        start, _ = self._stretch(shard.bucket)
+        return flat[shard.start - start : shard.stop - start]
+
+    def _prepare(self, shard: _Shard, grad: Tensor) -> None:
+        """What is done to gradients before matrices come together."""
+        places = (places for _, places, _ in shard.bucket.slices(shard.start, shard.stop))
+        for rule, group in itertools.groupby(zip(shard.rules, places, strict=True), lambda item: item[0]):
+            some = [at for _, at in group]
+            at = slice(some[0].start, some[-1].stop)
+            rule.prepare(grad[at], *(shard.states[name][at] for name in rule.states))
 
     def _update(self, shard: _Shard, grad: Tensor) -> None:
         states = shard.states
-        alike = zip(shard.settings, self._values(shard), strict=True)
-        for settings, group in itertools.groupby(alike, lambda item: item[0]):
+        alike = zip(shard.rules, self._values(shard), strict=True)
+        for rule, group in itertools.groupby(alike, lambda item: item[0]):
             some = [item for _, item in group]
             if MASTER in states:  # neighbours lie side by side in one array
                 places = slice(some[0][1].start, some[-1][1].stop)
                 some = [(states[MASTER][places], places)]
             for values, at in some:
-                adamw(values, grad[at], states[FIRST][at], states[SECOND][at], settings, step=self.count)
+                rule.update(values, grad[at], *(states[name][at] for name in rule.states), step=self.count)
         if MASTER in states:
             for values, at in self._values(shard):
                 values.copy_(states[MASTER][at])
 
-    def _share(self, shard: _Shard) -> None:
+    def _share(self, bucket: Bucket) -> None:
         """Bring new values from their owners to all replicas."""
-        if not self.sharded or len(shard.bucket.over) == 1:
+        if not self.sharded or len(bucket.over) == 1:
             return
-        like = self.params[shard.bucket.arrays[0].name]
-        part = like.new_empty(shard.stop - shard.start)
-        for values, places in self._values(shard):
-            part[places] = values
-        bucket = shard.bucket
+        start, stop = self.plan.own(bucket)
+        part = self.params[bucket.arrays[0].name].new_empty(stop - start)
+        for held, places, inside in bucket.slices(start, stop):
+            part[places] = self.params[held.name].detach().view(-1)[inside]
         whole = gather_stretches(part, bucket.cuts, group=group_of(self.groups, bucket.over))
         for held, places, _ in bucket.slices(0, bucket.numel):
             self.params[held.name].detach().view(-1).copy_(whole[places])
@@ -273,7 +341,7 @@ class Optimizer:
 
         A box may hold padding; ``held.parts`` says which elements of the model it has.
         """
-        for shard in self._shards:
+        for shard in itertools.chain(*self._shards):
             yield from _boxes(shard, shard.start, shard.stop)
 
     def owned(self) -> Iterator[StateBox]:
@@ -281,13 +349,14 @@ class Optimizer:
 
         Law: over all ranks these are all elements of the model for each state, each once.
         """
-        for shard in self._shards:
+        for shard in itertools.chain(*self._shards):
             if self.plan.counts(shard.bucket):
-                yield from _boxes(shard, *self.plan.own(shard.bucket))
+                start, stop = self.plan.own(shard.bucket)
+                yield from _boxes(shard, max(start, shard.start), min(stop, shard.stop))
 
 
 def _boxes(shard: _Shard, start: int, stop: int) -> Iterator[StateBox]:
-    for fragment in shard.bucket.fragments(start, stop):
+    for fragment in shard.bucket.fragments(start, stop) if start < stop else ():
         for name, state in shard.states.items():
             values = state[start - shard.start :][fragment.places].view(fragment.box.shape)
             yield StateBox(fragment.held, name, fragment.box, values)
