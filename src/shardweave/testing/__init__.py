@@ -1,7 +1,8 @@
-"""The public test kit: the marker probe, and hypothesis strategies of the algebra.
+"""The public test kit: the marker probe, hypothesis strategies of the algebra, and worlds in memory.
 
 ``probe`` runs a partition function and gives its layout; ``shardweave.testing.strategies`` draws
-dims, boxes, meshes and layouts for property tests, and needs hypothesis.
+dims, boxes, meshes and layouts for property tests, and needs hypothesis. ``shardweave.testing.world``
+runs ranks as threads of one process.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Communicator:
                 "a message is contiguous",
                 where=f"rank {self._rank}",
                 equation=f"{what(tensor)} has strides {tensor.stride()}",
-                hint="send what contiguous() makes of it, and receive into memory that is",
+                hint="send a contiguous copy, and receive into memory that is contiguous",
             )
         work = Work(self._world, self._rank, self._ranks[peer], tag, tensor.detach(), is_send)
         self._world.post(self._number, work)

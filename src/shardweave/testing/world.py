@@ -150,6 +150,7 @@ class World:
         self._queues: dict[tuple[int, tuple[int, int], Tag], deque[Work]] = {}
         self._waiting: dict[int, Work] = {}
         self._threads: dict[int, int] = {}
+        self._before = {thread.ident for thread in threading.enumerate()}
         self._ended: set[int] = set()
         self._left: set[tuple[int, int]] = set()
         self._has_helpers = False
@@ -285,7 +286,6 @@ class World:
 
     def _look(self, work: Work) -> None:
         """Refuse what is posted or waited for when it is too late."""
-        # Another thread of a rank may come at any time: then nobody is known to be stuck before the end.
         self._has_helpers |= threading.get_ident() != self._threads.get(work.rank)
         if self._first is not None:
             raise self._closed(work)
@@ -295,9 +295,14 @@ class World:
     def _check_stuck(self) -> None:
         """Free one rank with an error where all wait for each other, or for ranks that have ended."""
         alive = self.size - len(self._ended)
-        if self._waiting and len(self._waiting) == alive and not self._has_helpers:
+        if self._waiting and len(self._waiting) == alive and not self._may_be_helped():
             work = min(self._waiting.values(), key=lambda work: work.rank)
             self._finish(work, self._stuck(f"{self._chain(work)}; {alive} of {self.size} ranks wait"))
+
+    def _may_be_helped(self) -> bool:
+        """Whether a rank has threads of its own, which may post something at any time."""
+        threads = {thread.ident for thread in threading.enumerate()}
+        return self._has_helpers or not threads <= self._before | set(self._threads.values())
 
     def _chain(self, work: Work) -> str:
         """Who waits for whom, from one rank on."""
@@ -312,6 +317,8 @@ class World:
             rank = one.peer
         if rank not in waits:
             said.append(self._state(rank))
+        elif rank not in seen:
+            said.append("and so on")
         return ", ".join(said)
 
     def _state(self, rank: int) -> str:
