@@ -45,7 +45,7 @@ def convert(
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist) or native.")
+        str, typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist), native or dcp.")
     ],
     config: options.Config = None,
     tp: options.Tp = None,
@@ -59,6 +59,7 @@ def convert(
     vocab_divisor: options.VocabDivisor = None,
     dtype: options.Dtype = None,
     stacked_experts: options.StackedExperts = False,
+    weights_only: options.WeightsOnly = False,
     max_file_size: options.MaxFileSize = "5GB",  # type: ignore[assignment]
     memory: Annotated[
         int,
@@ -101,11 +102,12 @@ def convert(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Convert a checkpoint, from and to hf, megatron or native.
+    """Convert a checkpoint, from and to hf, megatron, native or dcp.
 
     The source's format is recognised; its model is read from its config.
     The conversion is proved before a byte moves. One that was stopped goes on
-    when the same command is run again.
+    when the same command is run again. Between native and dcp, the folders
+    of torch.distributed.checkpoint, the state of the optimizer goes along.
     """
     from shardweave.convert import convert as carry_out
 
@@ -117,6 +119,7 @@ def convert(
         dtype=dtype,
         stacked_experts=stacked_experts,
         max_file_bytes=max_file_size,
+        weights_only=weights_only,
         tp=tp,
         pp=pp,
         ep=ep,

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardweave.cli.common import parse_count, parse_size
+from shardweave.cli.sides import KEYS_OF_DCP, keys_of
 from shardweave.errors import GeometryError
 
 if TYPE_CHECKING:
     from shardweave.convert import Geometry, Job
+    from shardweave.store.torch_dcp import Keys
 
 FORMATS: Mapping[str, str] = {
-    "hf": "hf", "megatron": "megatron", "torch_dist": "megatron", "native": "native",
+    "hf": "hf", "megatron": "megatron", "torch_dist": "megatron", "native": "native", "dcp": "dcp",
+    "torch_dcp": "dcp",
 }  # fmt: skip
 """Formats by the names that a command may give them."""
 
@@ -94,6 +97,9 @@ Dtype = Annotated[
 StackedExperts = Annotated[
     bool, typer.Option("--stacked-experts", help="hf: the experts of a layer as one array.")
 ]
+WeightsOnly = Annotated[
+    bool, typer.Option("--weights-only", help="native, dcp: leave out the state of the optimizer.")
+]
 MaxFileSize = Annotated[
     int,
     typer.Option(
@@ -115,19 +121,33 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 """Read by the class of the command, not by the verb."""
 
 
-def format_named(name: str) -> str:
-    """The format of a name.
+def format_named(text: str) -> tuple[str, Keys | None]:
+    """The format that a text names, and the keys that it gives.
+
+    >>> format_named("dcp:optim=optimizer")
+    ('dcp', Keys(model='model', optim='optimizer', flat=False))
 
     Raises:
-        GeometryError: There is none.
+        GeometryError: There is none, or it takes no such keys.
     """
+    name, _, rest = text.partition(":")
     if name not in FORMATS:
         raise GeometryError(
             "a checkpoint is written in a known format",
-            equation=f"--to {name!r} is not one of {', '.join(FORMATS)}",
-            hint="--to hf, --to megatron or --to native",
+            equation=f"--to {text!r} is not one of {', '.join(FORMATS)}",
+            hint="--to hf, --to megatron, --to native or --to dcp",
         )
-    return FORMATS[name]
+    if not rest:
+        return FORMATS[name], None
+    if FORMATS[name] != "dcp":
+        raise GeometryError(
+            "a format is named without keys, but for dcp",
+            equation=f"--to {text!r}",
+            hint=f"write --to {name}",
+        )
+    from shardweave.store.torch_dcp import Keys
+
+    return "dcp", Keys(**keys_of("dcp", rest, KEYS_OF_DCP, where=repr(text)))
 
 
 def geometry(to: str, stages: str | None, **given: Any) -> Geometry | None:
@@ -167,12 +187,13 @@ def prepared(
     dtype: str | None,
     stacked_experts: bool,
     max_file_bytes: int,
+    weights_only: bool = False,
     **given: Any,
 ) -> Job:
     """The conversion that a command asks for, decided and proved."""
     from shardweave.convert import prepare
 
-    name = format_named(to)
+    name, keys = format_named(to)
     if name != "hf" and stacked_experts:
         raise GeometryError(
             "only Hugging Face targets choose how experts are stored here",
@@ -187,4 +208,13 @@ def prepared(
         dtype=dtype,
         stacked_experts=stacked_experts,
         max_file_bytes=max_file_bytes,
+        weights_only=weights_only,
+        keys=keys,
+        settings=_settings_of,
     )
+
+
+def _settings_of(*given: Any) -> Any:
+    from shardweave.train.interchange import settings_of  # brings torch
+
+    return settings_of(*given)

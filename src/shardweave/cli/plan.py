@@ -40,7 +40,7 @@ def plan(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TO", help="hf, megatron or native; with --model a layout."),
+        typer.Option("--to", metavar="TO", help="hf, megatron, native or dcp; with --model a layout."),
     ] = None,
     model: Annotated[
         Path | None,
@@ -100,6 +100,7 @@ def plan(
         ),
     ] = None,
     stacked_experts: options.StackedExperts = False,
+    weights_only: options.WeightsOnly = False,
     max_file_size: options.MaxFileSize = "5GB",  # type: ignore[assignment]
     cache: options.Cache = None,
     as_json: options.Json = False,
@@ -122,6 +123,7 @@ def plan(
             dtype=dtype,
             stacked_experts=stacked_experts,
             max_file_bytes=max_file_size,
+            weights_only=weights_only,
             **given,
         )
         found, report = job.plan, job_report(job)

@@ -47,6 +47,9 @@ _VLLM: Mapping[str, Reader] = {
 _HF: Mapping[str, Reader] = {"stacked_experts": _flag, "aliases": _flag}
 _FSDP: Mapping[str, Reader] = {**dict.fromkeys(("replicate", "dp", "tp"), _degree), "outer": str, **_HF}
 
+KEYS_OF_DCP: Mapping[str, Reader] = {"model": str, "optim": str, "flat": _flag}
+"""The keys that ``--to dcp:`` takes: where the training script keeps weights, and the optimizer's state."""
+
 DIALECTS: Mapping[str, Mapping[str, Reader]] = {
     "megatron": _MEGATRON,
     "vllm": _VLLM,
@@ -78,13 +81,25 @@ def parse_side(text: str) -> tuple[str, dict[str, Any], int]:
             else f"{rank.strip()!r} is no rank",
             hint="for example megatron:tp=8,pp=2,ep=4,etp=1 or vllm:tp=4 @ 16",
         )
-    keys, found = DIALECTS[name], dict[str, Any]()
-    for word in (word.strip() for word in rest.split(",") if word.strip()):
+    return name, keys_of(name, rest, DIALECTS[name], where=repr(text)), int(rank) if at else 0
+
+
+def keys_of(name: str, text: str, keys: Mapping[str, Reader], *, where: str) -> dict[str, Any]:
+    """The values that a text gives to the keys of something.
+
+    >>> keys_of("vllm", "tp=4, expert_parallel", DIALECTS["vllm"], where="")
+    {'tp': 4, 'expert_parallel': True}
+
+    Raises:
+        GeometryError: A key is unknown or given twice, or has no value of its kind.
+    """
+    found = dict[str, Any]()
+    for word in (word.strip() for word in text.split(",") if word.strip()):
         key, _, value = (part.strip() for part in word.partition("="))
         if key not in keys or key in found:
             raise GeometryError(
                 f"{name} takes each of its keys once",
-                where=repr(text),
+                where=where,
                 equation=f"{key!r} is given twice" if key in found else f"{key!r} is none of its keys",
                 hint=f"{name} knows {', '.join(sorted(keys))}",
             )
@@ -93,11 +108,11 @@ def parse_side(text: str) -> tuple[str, dict[str, Any], int]:
         except (ValueError, KeyError):
             raise GeometryError(
                 "a key has a value of its kind",
-                where=repr(text),
+                where=where,
                 equation=f"{key}={value!r}",
                 hint="degrees are numbers from 1, stages are layers like 8+8+7+7, switches true or false",
             ) from None
-    return name, found, int(rank) if at else 0
+    return found
 
 
 def layout_of(text: str, model: Model) -> Layout:

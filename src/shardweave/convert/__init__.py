@@ -10,6 +10,7 @@ from shardweave.convert.accounting import Account, account
 from shardweave.convert.compare import Difference, check_replicas, differences
 from shardweave.convert.convert import Job, Report, convert, prepare
 from shardweave.convert.source import FORMATS, Checkpoint, detect, open_checkpoint
+from shardweave.convert.states import OptimizerState, Settings, Weight, states
 from shardweave.convert.target import Geometry, Target, target
 
 __all__ = [
@@ -19,8 +20,11 @@ __all__ = [
     "Difference",
     "Geometry",
     "Job",
+    "OptimizerState",
     "Report",
+    "Settings",
     "Target",
+    "Weight",
     "account",
     "check_replicas",
     "convert",
@@ -28,5 +32,6 @@ __all__ = [
     "differences",
     "open_checkpoint",
     "prepare",
+    "states",
     "target",
 ]

@@ -18,7 +18,7 @@ class Account:
     """The bytes of a source's files, each in one row.
 
     Attributes:
-        used: Bytes of weights that the target was made of.
+        used: Bytes of weights, and of the state of an optimizer, that the target was made of.
         replica: Bytes of copies that were compared with those and agree.
         padding: Bytes of stored padding, by array.
         left_out: Bytes that are no weights, by key.
@@ -42,6 +42,7 @@ def account(source: Checkpoint, plan: Plan) -> Account:
         AccountingError: Some element of the source was not read by the plan, or bytes do not add up.
     """
     layout, manifest = source.layout, source.manifest
+    places = manifest.records.get("objects", {})
     used = replica = 0
     padding: dict[str, int] = {}
     held: dict[Tensor, int] = defaultdict(int)
@@ -75,10 +76,15 @@ def account(source: Checkpoint, plan: Plan) -> Account:
                 hint="choose a target that holds it: a conversion drops no weight",
             )
     left_out = {key: manifest.tensors[key].num_bytes for key in source.left_out}
-    objects = manifest.records.get("objects", {})
+    objects = {key: place for key, place in places.items() if key not in source.read}
+    beside = sum(
+        manifest.tensors[key].num_bytes if key in manifest.tensors else places[key]["length"]
+        for key in source.read
+    )
     left_out |= {key: int(place["length"]) for key, place in objects.items()}
     for key in manifest.records.get("overlaid", ()):
         left_out.setdefault(str(key), 0)
+    used += beside
     total = sum(manifest.files.values())
     payload = used + replica + sum(padding.values()) + sum(left_out.values())
     if payload > total:

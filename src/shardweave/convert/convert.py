@@ -17,16 +17,19 @@ from typing import Any
 
 from shardweave.convert.accounting import Account, account
 from shardweave.convert.compare import check_replicas
-from shardweave.convert.execute import execute, unwritable
+from shardweave.convert.execute import execute, facts_of, unwritable
 from shardweave.convert.journal import Journal
 from shardweave.convert.source import Checkpoint, open_checkpoint
 from shardweave.convert.staging import Staging, reserve, write_text
+from shardweave.convert.states import MASTER, OptimizerState, Settings, states
 from shardweave.convert.target import Geometry, Target, target
 from shardweave.errors import JournalError, PathError
 from shardweave.layout import format_layout
 from shardweave.plan import Plan, needed_bytes, plan
-from shardweave.store import digest, native
+from shardweave.store import digest, native, torch_dcp
 from shardweave.store.manifest import Extent, Manifest
+from shardweave.store.paths import inside
+from shardweave.store.torch_dcp import Keys
 
 _BESIDE = (
     "generation_config.json",
@@ -42,6 +45,8 @@ _BESIDE = (
 )
 """What belongs to a model beside its weights and config; copied as it is where the source has it."""
 
+_WITH_STATES = ("native", "dcp")
+_ROUNDED = "rounded from its master, which is converted in its place"
 _NO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
 
 
@@ -108,19 +113,34 @@ def prepare(
     dtype: str | None = None,
     stacked_experts: bool = False,
     max_file_bytes: int = 5_000_000_000,
+    weights_only: bool = False,
+    keys: Keys | None = None,
+    settings: Settings | None = None,
 ) -> Job:
     """Open a source, decide the target, plan and prove; nothing is written.
 
+    The state of an optimizer goes with the weights where both formats have a place for it, which are
+    ``"native"`` and ``"dcp"``, and where weights keep their values: with a ``dtype`` it is left out.
+
     Args:
         src: The source folder, or one safetensors file.
-        to: The target's format, ``"hf"``, ``"megatron"`` or ``"native"``.
+        to: The target's format, one of ``FORMATS``.
         config: The model's Hugging Face config; by default the one in the source.
         geometry: Of the Megatron job that the target is cut for.
         dtype: Convert all weights to this dtype, rounding where it is narrower.
         stacked_experts: Whether a Hugging Face target stores the experts of a layer as one array.
         max_file_bytes: Start another file where one would grow beyond this.
+        weights_only: Whether to leave out the state of the optimizer in any case.
+        keys: Under which keys a target of torch.distributed.checkpoint has what.
+        settings: What reads the settings of the optimizer off a native checkpoint that a run saved;
+            ``shardweave.train.interchange.settings_of``.
     """
     source = open_checkpoint(src, config=config)
+    state = None
+    if to in _WITH_STATES and not weights_only and dtype is None:
+        state = states(source, settings=settings)
+    if state is not None:
+        source, state = _with_states(source, state, to)
     wanted = target(
         source,
         to=to,
@@ -128,8 +148,35 @@ def prepare(
         dtype=dtype,
         stacked_experts=stacked_experts,
         max_file_bytes=max_file_bytes,
+        state=state,
+        keys=keys,
     )
     return Job(source, wanted, plan(source.layout, wanted.layout, allow_casts=dtype is not None))
+
+
+def _with_states(source: Checkpoint, state: OptimizerState, to: str) -> tuple[Checkpoint, OptimizerState]:
+    """The source with the states among what it holds.
+
+    torch has no masters: its weights are those. A weight that was rounded from one is then left out.
+    """
+    kept = list(state.layout.rules)
+    weights = list(source.layout.rules)
+    left_out = {key: why for key, why in source.left_out.items() if key not in state.read}
+    if to == "dcp":
+        masters = {rule.name: rule for rule in kept if rule.name.endswith(f"/{MASTER}")}
+        kept = [rule for rule in kept if rule.name not in masters]
+        for i, rule in enumerate(weights):
+            master = masters.get(f"optim/{rule.name}/{MASTER}")
+            if master is not None:
+                weights[i] = replace(master, parts=rule.parts)
+                buffer = rule.at(source.layout.mesh, 0)
+                assert buffer is not None, "a stored layout has one rank"
+                left_out |= dict.fromkeys((name for name, _ in buffer.members()), _ROUNDED)
+    layout = replace(source.layout, rules=(*weights, *kept))
+    for name in layout.arrays(0):
+        left_out.pop(name, None)
+    state = replace(state, layout=replace(state.layout, rules=tuple(kept)))
+    return replace(source, layout=layout, left_out=left_out, read=state.read), state
 
 
 def convert(
@@ -188,7 +235,7 @@ def convert(
         dst=dst,
         num_tensors=len(job.target.specs),
         written_bytes=job.num_bytes,
-        needed_bytes=needed_bytes(job.target.layout),
+        needed_bytes=needed_bytes(job.target.layout) + sum(map(len, job.target.constants.values())),
         resumed=resumed,
         seconds=time.monotonic() - start,
         account=books,
@@ -214,7 +261,10 @@ def _carry_out(
             if digests and job.source.format == "native":
                 native.verify(job.source.manifest)
             elif digests and (job.source.manifest.root / digest.SIDECAR).exists():
-                digest.verify(job.source.manifest, workers=workers)
+                manifest = job.source.manifest
+                if job.source.format == torch_dcp.FORMAT:
+                    manifest = torch_dcp.as_stored(manifest)
+                digest.verify(manifest, workers=workers)
             check_replicas(job.source)
         staging.take_up(identity)
         if not staging.ready:
@@ -235,9 +285,10 @@ def _carry_out(
                     journal,
                     memory_bytes=memory_bytes,
                     workers=workers,
-                    crc=job.target.format == "megatron",
+                    crc=job.target.format in ("megatron", "dcp"),
                     progress=tell,
                 )
+                _write_constants(job, manifest, journal, tell)
                 _check_unchanged(job, identity)
                 if digests and job.target.format != "native":  # which has digests of its own
                     digest.write_sidecar(staging.data, _digests(manifest, journal, workers))
@@ -267,6 +318,7 @@ def _identity(job: Job) -> dict[str, str]:
         for name, size in sorted(manifest.files.items())
     }
     specs = [[spec.key, spec.dtype, spec.shape, spec.chunks] for spec in job.target.specs]
+    beside = [[key, data.hex()] for key, data in [*job.target.objects.items(), *job.target.constants.items()]]
 
     def fingerprint(value: object) -> str:
         return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
@@ -278,7 +330,7 @@ def _identity(job: Job) -> dict[str, str]:
         "config": fingerprint(dict(job.source.config)),
         "format": job.target.format,
         "target layout": fingerprint(format_layout(job.target.layout)),
-        "target arrays": fingerprint([specs, job.target.max_file_bytes, job.target.objects]),
+        "target arrays": fingerprint([specs, job.target.max_file_bytes, beside]),
     }
 
 
@@ -313,6 +365,17 @@ def _lay_out(job: Job, folder: Path, *, fresh: bool) -> Manifest:
     for name in manifest.files:
         reserve(folder / name)
     return replace(manifest, root=folder)
+
+
+def _write_constants(job: Job, manifest: Manifest, journal: Journal, tell: Callable[[int], None]) -> None:
+    """What the target says of the state as a whole, each a few bytes."""
+    for key, data in job.target.constants.items():
+        extent = manifest.tensors[key].extents[0]
+        with inside(manifest.root, extent.file, where=str(manifest.root)).open("r+b") as file:
+            file.seek(extent.start)
+            file.write(data)
+        journal.add(key, 0, facts_of(data, crc=job.target.format == "dcp"))
+        tell(len(data))
 
 
 def _digests(manifest: Manifest, journal: Journal, workers: int) -> dict[str, str]:

@@ -284,6 +284,13 @@ class _Checksums:
         return {"xxh3_128": self._digest.hexdigest(), **crc}
 
 
+def facts_of(data: bytes, *, crc: bool) -> dict[str, Any]:
+    """The checksums that a journal keeps of the bytes of a whole extent."""
+    checksums = _Checksums(crc)
+    checksums.update(memoryview(data))
+    return checksums.facts()
+
+
 def unwritable(error: OSError, where: str) -> WriteError:
     """The error of a write that the operating system refused."""
     return WriteError(

@@ -20,16 +20,18 @@ from shardweave.dialects import hf, megatron
 from shardweave.errors import DtypeError, FormatError, MissingFileError, ModelError, OutsideError
 from shardweave.layout import Layout
 from shardweave.models import Model, from_config
-from shardweave.store import native, safetensors, torch_dist
+from shardweave.store import native, safetensors, torch_dcp, torch_dist
 from shardweave.store.manifest import Manifest, StoredTensor
 
-FORMATS = ("hf", "megatron", "native")
+FORMATS = ("hf", "megatron", "native", "dcp")
 """The formats that can be read and written, by the names that commands use."""
 
+_MEGATRON = ("decoder.", "embedding.")
 _NOT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
     "hf": (),
     "megatron": ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine"),
     "native": ("optim/",),
+    "dcp": ("optim/", torch_dcp.OTHER),
 }
 """What a checkpoint of a format may hold beside the weights; left out by name, and said so."""
 
@@ -43,7 +45,8 @@ class Checkpoint:
         model: The logical tensors.
         layout: Which stored array holds what; the arrays of rank 0.
         config: The Hugging Face config that describes the model.
-        left_out: Stored keys that are no weights, with the reason.
+        left_out: Stored keys that are not in the layout, with the reason.
+        read: Stored keys beside the layout that were read nevertheless.
     """
 
     manifest: Manifest
@@ -51,11 +54,16 @@ class Checkpoint:
     layout: Layout
     config: Mapping[str, Any]
     left_out: Mapping[str, str]
+    read: frozenset[str] = frozenset()
 
     @property
     def format(self) -> str:
         """The name of the format, as commands use it."""
-        return "megatron" if self.manifest.format == "torch_dist" else self.manifest.format
+        return _format(self.manifest)
+
+
+def _format(manifest: Manifest) -> str:
+    return "megatron" if manifest.format == "torch_dist" else manifest.format
 
 
 def detect(root: Path) -> str:
@@ -80,18 +88,18 @@ def detect(root: Path) -> str:
         names = {name for name in names if not re.fullmatch(r"rank_\d+\.safetensors", name)}
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         found.append("hf")
-    if names & {torch_dist.INDEX, "latest_checkpointed_iteration.txt"} or any(
-        n.endswith(".distcp") for n in names
-    ):
-        found.append("megatron")
+    if names & {torch_dist.INDEX, torch_dist.TRACKER} or any(n.endswith(".distcp") for n in names):
+        of_megatron = names & {torch_dist.CONFIG, torch_dist.COMMON, torch_dist.TRACKER}
+        found.append("megatron" if of_megatron else "dcp")
     if len(found) != 1:
         held = ", ".join(sorted(names)[:6]) or "nothing"
         raise FormatError(
             "a folder holds a checkpoint of one known format",
             where=str(root),
             equation=f"it looks like {' and '.join(found)}" if found else f"it holds {held}",
-            hint="hf: *.safetensors and their index; megatron: .metadata and *.distcp, or "
-            f"latest_checkpointed_iteration.txt beside iter_*; native: {native.MANIFEST}, or step-* with it",
+            hint="hf: *.safetensors and their index; megatron: .metadata, *.distcp and metadata.json, or "
+            f"latest_checkpointed_iteration.txt beside iter_*; dcp: .metadata and *.distcp alone; "
+            f"native: {native.MANIFEST}, or step-* with it",
         )
     return found[0]
 
@@ -107,6 +115,12 @@ def read_files(root: Path) -> Manifest:
             return safetensors.read(root)
         case "native":
             return native.named(native.read(root))
+        case "dcp":
+            found = torch_dist.read(root)
+            # Megatron's tensors, saved by a script without the files beside them.
+            if any(key.startswith(_MEGATRON) for key in found.tensors):
+                return found
+            return replace(found, format=torch_dcp.FORMAT)
         case _:
             return torch_dist.read(root)
 
@@ -125,11 +139,14 @@ def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = Non
         FormatError and its kin: The files contradict themselves, or are of an unfinished conversion.
     """
     require_finished(root)
-    format_, manifest = detect(root), read_files(root)
+    manifest = read_files(root)
+    format_ = _format(manifest)
     require_finished(manifest.root)
+    values = _config(manifest, config)
+    if format_ == torch_dcp.FORMAT:
+        manifest = torch_dcp.named(manifest, hf.names(from_config(values, dtype="float32")))
     left_out = {key: "not a weight" for key in manifest.tensors if key.startswith(_NOT_WEIGHTS[format_])}
     stored = {key: tensor for key, tensor in manifest.tensors.items() if key not in left_out}
-    values = _config(manifest, config)
     dtypes = {tensor.dtype for tensor in stored.values()}
     model = from_config(values, dtype=_common(dtypes, values))
     if format_ != "megatron":
@@ -138,7 +155,7 @@ def open_checkpoint(root: Path, *, config: Path | Mapping[str, Any] | None = Non
         layout = megatron.variant(stored, model, padded_vocab=_padded_vocab(stored))
     if set(layout.tensors) == set(model.decoder.tensors):
         model = model.decoder  # layers for further tokens that the config has and the weights have not
-    return Checkpoint(manifest, model, _as_stored(layout, stored), values, left_out)
+    return Checkpoint(manifest, model, as_stored(layout, stored), values, left_out)
 
 
 def _config(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -194,8 +211,13 @@ def _padded_vocab(stored: Mapping[str, StoredTensor]) -> int | None:
     return embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else None
 
 
-def _as_stored(layout: Layout, stored: Mapping[str, StoredTensor]) -> Layout:
-    """The layout with the dtypes that are stored, every shape compared."""
+def as_stored(layout: Layout, stored: Mapping[str, StoredTensor]) -> Layout:
+    """The layout with the dtypes that are stored, every shape compared.
+
+    Raises:
+        OutsideError: A stored shape is not that of the layout.
+        DtypeError: Arrays of one family are stored in several dtypes.
+    """
     dtypes: dict[str, set[str]] = {}
     wrong = [
         (name, stored[name].shape, buffer.shape)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shardweave import __version__
 from shardweave.convert.source import FORMATS, Checkpoint
+from shardweave.convert.states import ADAM, COUNT, GROUPS, STEP, OptimizerState, members, state_rule
 from shardweave.dialects import hf, megatron
-from shardweave.errors import DtypeError, GeometryError
-from shardweave.layout import Layout, Tensor
+from shardweave.errors import DtypeError, FormatError, GeometryError, UnknownNameError
+from shardweave.layout import BufferRule, Layout, Tensor
+from shardweave.layout.dtype import itemsize
 from shardweave.models import Model
 from shardweave.store import native_files, safetensors, torch_dist_write, torch_save
 from shardweave.store.manifest import Extent, Manifest, TensorSpec
 from shardweave.store.native_manifest import About
+from shardweave.store.torch_dcp import Keys, key_of
+from shardweave.store.torch_dcp import Path as Way
 
 _EMPTY = torch_save.stream([None])
 """An object without a value, as Megatron stores the extra state of a module that has none."""
+_CHUNK_BYTES = 64 << 20
+"""torch reads a chunk whole where it needs a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +34,24 @@ class Target:
     """What to write.
 
     Attributes:
-        format: ``"hf"``, ``"megatron"`` or ``"native"``.
+        format: One of ``FORMATS``.
         layout: Which array holds what; the arrays of rank 0.
         specs: The arrays, with the boxes that they are stored in.
         max_file_bytes: Where files end.
-        objects: Keys of empty objects that are stored beside the arrays.
+        objects: The streams of objects that are stored beside the arrays, by key.
+        constants: The bytes of arrays that are in no layout, by key: how many updates were made.
+        ways: The way to each key, as torch records it.
+        about: What a native target says beside its tensors.
     """
 
     format: str
     layout: Layout
     specs: tuple[TensorSpec, ...]
     max_file_bytes: int
-    objects: tuple[str, ...] = ()
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    constants: Mapping[str, bytes] = field(default_factory=dict)
+    ways: Mapping[str, Way] = field(default_factory=dict)
+    about: About = field(default_factory=About)
 
     def allocate(self, root: Path) -> Manifest:
         """Lay out the files in an empty folder."""
@@ -45,7 +59,9 @@ class Target:
             return safetensors.allocate(root, self.specs, max_file_bytes=self.max_file_bytes)
         if self.format == "native":
             return native_files.allocate(root, self.specs, max_file_bytes=self.max_file_bytes)
-        records = {"objects": dict.fromkeys(self.objects, _EMPTY)}
+        records: dict[str, Any] = {"objects": dict(self.objects)}
+        if self.format == "dcp":
+            records |= {"metadata": None, "planner_data": dict(self.ways)}
         return torch_dist_write.allocate(
             root, self.specs, records=records, max_file_bytes=self.max_file_bytes
         )
@@ -63,7 +79,7 @@ class Target:
             safetensors.finish(manifest, fsync=fsync)
         elif self.format == "native":
             digests = {extent: bytes.fromhex(one["xxh3_128"]) for extent, one in facts.items()}
-            about = About(config=config, software=f"shardweave {__version__}")
+            about = replace(self.about, config=config, software=f"shardweave {__version__}")
             native_files.finish(manifest, digests, about, fsync=fsync)
         else:
             checksums = {extent: int(one["crc32"]) for extent, one in facts.items() if "crc32" in one}
@@ -96,6 +112,8 @@ def target(
     dtype: str | None = None,
     stacked_experts: bool = False,
     max_file_bytes: int = 5_000_000_000,
+    state: OptimizerState | None = None,
+    keys: Keys | None = None,
 ) -> Target:
     """Decide what to write.
 
@@ -106,6 +124,8 @@ def target(
         dtype: Store all weights in this dtype; by default in the source's.
         stacked_experts: Whether a Hugging Face target stores the experts of a layer as one array.
         max_file_bytes: Start another file where one would grow beyond this.
+        state: The optimizer's state, where it is converted too.
+        keys: Under which keys a target of torch.distributed.checkpoint has what.
     """
     if to not in FORMATS:
         raise GeometryError(
@@ -114,8 +134,9 @@ def target(
             hint="name one",
         )
     model = source.model
+    keys = keys or Keys()
     chunks: Mapping[str, tuple[megatron.Shard, ...]] = {}
-    objects: tuple[str, ...] = ()
+    objects: Mapping[str, bytes] = {}
     if to != "megatron":
         if geometry is not None:
             raise GeometryError(
@@ -129,7 +150,9 @@ def target(
                 equation=f"to={to} with stacked_experts(True)",
                 hint="leave it out: each expert has its own key",
             )
-        layout = hf.layout(model, stacked_experts=stacked_experts)
+        # As modules hold them: stacked, and a tied weight under each of its names.
+        as_held = to == "dcp" and not model.scaled
+        layout = hf.layout(model, stacked_experts=stacked_experts or as_held, with_aliases=as_held)
     else:
         layout, chunks, objects = _megatron(model, geometry or Geometry())
     if dtype and model.scaled:
@@ -139,22 +162,167 @@ def target(
             equation=f"dtype({dtype}), and weights are float8_e4m3fn with scales of blocks",
             hint="leave --dtype out: quantised weights and their scales stay as they are",
         )
-    layout = _with_dtypes(layout, source, dtype)
+    rules = list(layout.rules)
+    if state is not None:
+        rules += _state_rules(layout, state, to, keys)
+    if to == "dcp":
+        rules[: len(layout.rules)] = [
+            replace(rule, name=key_of(keys.weight(rule.name))) for rule in layout.rules
+        ]
+    whole = _with_dtypes(replace(layout, rules=tuple(rules)), source, dtype)
     specs = [
         TensorSpec(
             name,
             buffer.dtype,
             buffer.shape,
-            tuple((shard.offset, shard.shape) for shard in chunks.get(name, ())),
+            tuple((shard.offset, shard.shape) for shard in chunks.get(name, ()))
+            if to != "dcp"
+            else tuple(_rows(buffer.shape, itemsize(buffer.dtype))),
         )
-        for name, (buffer, _) in layout.arrays(0).items()
+        for name, (buffer, _) in whole.arrays(0).items()
     ]
-    return Target(to, layout, tuple(specs), max_file_bytes, objects)
+    made = Target(to, whole, tuple(specs), max_file_bytes, objects)
+    if to == "dcp":
+        return _with_settings(made, layout, state, keys, where=str(source.manifest.root))
+    return _with_count(made, source, state) if to == "native" and state is not None else made
+
+
+def _rows(shape: tuple[int, ...], item: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A tensor in chunks of whole rows."""
+    if not shape or not math.prod(shape):
+        return
+    step = max(1, _CHUNK_BYTES // (math.prod(shape[1:]) * item))
+    for low in range(0, shape[0], step):
+        yield (low, *(0 for _ in shape[1:])), (min(step, shape[0] - low), *shape[1:])
+
+
+# --- the state of an optimizer ------------------------------------------------------------------
+
+
+def _state_rules(weights: Layout, state: OptimizerState, to: str, keys: Keys) -> Iterator[BufferRule]:
+    """The states of the weights of a target."""
+    for rule in weights.rules:
+        if any(part.replica for part in rule.parts):
+            continue
+        has = {part.tensor.name: state.states_of(part.tensor.name) for part in rule.parts}
+        if len(set(has.values())) > 1:
+            (one, first), (other, second) = list(has.items())[:2]
+            raise UnknownNameError(
+                "weights that are stored as one have the same states",
+                where=f"{rule.name!r}",
+                equation=f"{', '.join(first)} of {one!r} != {', '.join(second)} of {other!r}",
+                hint="convert the weights alone with --weights-only",
+            )
+        for one in next(iter(has.values())):
+            yield state_rule(rule, one, name=key_of(keys.state(rule.name, one)) if to == "dcp" else "")
+
+
+def _with_count(made: Target, source: Checkpoint, state: OptimizerState) -> Target:
+    """A native target with the number of updates and the settings."""
+    if state.count is None:
+        raise FormatError(
+            "a native checkpoint says how many updates were made",
+            where=str(source.manifest.root),
+            equation="no weight has a count of them",
+            hint="convert the weights alone with --weights-only",
+        )
+    count = state.count
+    spec = TensorSpec(COUNT, "int64", ())
+    before: About | None = source.manifest.records.get("about")
+    if before is not None:
+        about = before
+    else:
+        groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+        for name, said in state.settings.items():
+            _check_settings(name, said, where=str(source.manifest.root))
+            groups.setdefault(tuple(said.items()), []).append(name)
+        extras = {GROUPS: [{**dict(said), "params": names} for said, names in groups.items()]}
+        about = About(step=count, extras=extras)
+    constants = {COUNT: struct.pack("<q", count)}
+    return replace(made, specs=(*made.specs, spec), constants=constants, about=about)
+
+
+def _check_settings(name: str, said: Mapping[str, Any], *, where: str) -> None:
+    """Refuse what the runtime's optimizer does not do."""
+    odd = {key: said[key] for key in ("amsgrad", "maximize") if said.get(key)}
+    if said.get("weight_decay") and said.get("decoupled_weight_decay") is False:
+        odd["decoupled_weight_decay"] = False
+    if odd:
+        raise UnknownNameError(
+            "a native checkpoint goes on with AdamW or Muon",
+            where=f"{where}, settings of {name!r}",
+            equation=", ".join(f"{key}({value})" for key, value in odd.items()),
+            hint="train it with AdamW, or convert the weights alone with --weights-only",
+        )
+
+
+def _with_settings(
+    made: Target, weights: Layout, state: OptimizerState | None, keys: Keys, *, where: str
+) -> Target:
+    """A target of torch with the number of updates of each weight, the settings, and the way to each key."""
+    ways = {key_of(way): way for name in weights.arrays(0) for way in [keys.weight(name)]}
+    if state is None:
+        return replace(made, ways=ways)
+    settings, constants = dict[str, Mapping[str, Any]](), dict[str, bytes]()
+    for array, held in members(weights):
+        has = {state.weights[name].states for name, _ in held}
+        said = [state.settings.get(name) for name, _ in held]
+        if said[0] is None or any(one != said[0] for one in said):
+            raise FormatError(
+                "the settings of an optimizer are known, one for each weight",
+                where=f"{where}, {array!r}",
+                equation="none are recorded" if None in said else "its parts have different ones",
+                hint="convert a checkpoint that a run saved, or the weights alone with --weights-only",
+            )
+        settings[array] = said[0]
+        for one in (*next(iter(has)), *([STEP] if has == {ADAM} else [])):
+            ways |= {key_of(way): way for way in [keys.state(array, one)]}
+            if one == STEP:
+                constants[key_of(keys.state(array, one))] = _step(state.count, where)
+    objects: dict[str, bytes] = {}
+    for group, params, said_of in _groups(settings, flat=keys.flat):
+        named = said_of if keys.flat else {**said_of, "params": params}
+        for setting, value in named.items():
+            way = keys.setting(group, setting)
+            ways[key_of(way)], objects[key_of(way)] = way, torch_save.stream(value)
+    specs = (*made.specs, *(TensorSpec(key, "float32", ()) for key in constants))
+    return replace(made, specs=specs, objects=objects, constants=constants, ways=ways)
+
+
+def _step(count: int | None, where: str) -> bytes:
+    if count is None or count > 1 << 24:
+        raise FormatError(
+            "torch counts updates in float32",
+            where=where,
+            equation=f"count({count})" + ("" if count is None else f" > {1 << 24}"),
+            hint="convert the weights alone with --weights-only",
+        )
+    return struct.pack("<f", count)
+
+
+def _groups(
+    settings: Mapping[str, Mapping[str, Any]], *, flat: bool
+) -> Iterator[tuple[int | str, list[str], Mapping[str, Any]]]:
+    """Groups of arrays with equal settings, or each array on its own."""
+    if flat:
+        yield from ((array, [array], said) for array, said in settings.items())
+        return
+    found: list[tuple[Mapping[str, Any], list[str]]] = []
+    for array, said in settings.items():
+        same = next((names for other, names in found if other == said), None)
+        if same is None:
+            found.append((said, [array]))
+        else:
+            same.append(array)
+    yield from ((number, names, said) for number, (said, names) in enumerate(found))
+
+
+# --- weights ------------------------------------------------------------------------------------
 
 
 def _megatron(
     model: Model, geometry: Geometry
-) -> tuple[Layout, Mapping[str, tuple[megatron.Shard, ...]], tuple[str, ...]]:
+) -> tuple[Layout, Mapping[str, tuple[megatron.Shard, ...]], Mapping[str, bytes]]:
     """What a job of this geometry stores, how its ranks cut it, and the objects that it asks for."""
     mesh = megatron.mesh(tp=geometry.tp, pp=geometry.pp, ep=geometry.ep, etp=geometry.etp)
     pipeline = megatron.stages(model.num_layers, geometry.pp, vpp=geometry.vpp, sizes=geometry.stages)
@@ -169,7 +337,7 @@ def _megatron(
     return (
         megatron.checkpoint(model, padded_vocab=padded, **form),
         megatron.shards(model, mesh, pipeline=pipeline, padded_vocab=padded, **form),
-        tuple(megatron.extra_states(model, **form)),
+        dict.fromkeys(megatron.extra_states(model, **form), _EMPTY),
     )
 
 

@@ -74,6 +74,11 @@ def variant(keys: Iterable[str], model: Model) -> Layout:
     return match(_variants(model), keys)
 
 
+def names(model: Model) -> frozenset[str]:
+    """All names that arrays of a model have in some variant."""
+    return frozenset(name for one in _variants(model) for name in one.arrays(0))
+
+
 def _variants(model: Model) -> Iterator[Layout]:
     models = [model] if model.decoder is model else [model, model.decoder]
     for one in models:

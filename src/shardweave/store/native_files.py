@@ -1,4 +1,4 @@
-"""Native checkpoints of weights alone, laid out first and filled later, by a conversion."""
+"""Native checkpoints laid out first and filled later, by a conversion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def allocate(root: Path, tensors: Sequence[TensorSpec], *, max_file_bytes: int =
 
     Args:
         root: An existing folder that holds nothing.
-        tensors: Weights under their Hugging Face names.
+        tensors: Weights under their Hugging Face names, states under ``optim/{name}/{state}``.
         max_file_bytes: Start another file where one would grow beyond this.
 
     Returns:
@@ -59,7 +59,12 @@ def allocate(root: Path, tensors: Sequence[TensorSpec], *, max_file_bytes: int =
 
 
 def _entry(name: str, shape: tuple[int, ...]) -> str:
-    return entry_key(f"model/{name}", (0,) * len(shape), shape)
+    return entry_key(_key(name), (0,) * len(shape), shape)
+
+
+def _key(name: str) -> str:
+    """A state has a key already."""
+    return name if name.startswith("optim/") else f"model/{name}"
 
 
 def finish(manifest: Manifest, digests: Mapping[Extent, bytes], about: About, *, fsync: bool = True) -> None:
@@ -79,7 +84,7 @@ def finish(manifest: Manifest, digests: Mapping[Extent, bytes], about: About, *,
         read_header(root / name, name)
         if fsync:
             sync(root / name)
-    tensors = [replace(tensor, key=f"model/{name}") for name, tensor in manifest.tensors.items()]
+    tensors = [replace(tensor, key=_key(name)) for name, tensor in manifest.tensors.items()]
     of_key = {tensor.key: [digests[extent] for extent in tensor.extents] for tensor in tensors}
     temporary = root / f".{MANIFEST}.tmp"
     temporary.write_bytes(encode(manifest.files, tensors, of_key, about))

@@ -65,7 +65,8 @@ def allocate(
     Args:
         root: An existing folder without a checkpoint.
         tensors: What to store, and the boxes it is cut into; they must cover their tensor once.
-        records: As `torch_dist.read` returns them, all of them optional: ``metadata`` (metadata.json),
+        records: As `torch_dist.read` returns them, all of them optional: ``metadata`` (metadata.json;
+            ``None`` for a folder of plain torch.distributed.checkpoint, without the files of Megatron),
             ``common`` (common.pt), ``planner_data``, ``mcore_data``, and ``objects``: by key the *bytes* of a
             ``torch.save`` stream, from `torch_dist.object_bytes` or `torch_save.stream`.
         max_file_bytes: A file ends before the stream that would exceed it; a larger one is alone.
@@ -158,12 +159,11 @@ def finish(manifest: Manifest, checksums: Mapping[Extent, int] | None = None, *,
         mcore_data=from_plain(manifest.records.get("mcore_data")),
     )
     config = manifest.records.get("metadata", MEGATRON_CONFIG)
-    side = {
-        **({name: bytes(blob)} if objects else {}),
+    of_megatron = {} if config is None else {
         COMMON: torch_save.stream(manifest.records.get("common", {})),
         CONFIG: json.dumps(dict(config)).encode(),
-        f"{INDEX}.tmp": index,
-    }
+    }  # fmt: skip
+    side = {**({name: bytes(blob)} if objects else {}), **of_megatron, f"{INDEX}.tmp": index}
     for name, data in side.items():
         with (root / name).open("wb") as file:
             file.write(data)
@@ -263,4 +263,4 @@ def _check_records(records: Mapping[str, Any], keys: set[str]) -> None:
     for key, data in objects.items():
         torch_save.records(data, 0, len(data), where=f"object {key!r}")
     torch_save.stream(records.get("common", {}))
-    json.dumps(dict(records.get("metadata", MEGATRON_CONFIG)))
+    json.dumps(dict(records.get("metadata", MEGATRON_CONFIG) or {}))

@@ -263,11 +263,13 @@ def documents_of(config: TrainConfig, train: Loader) -> dict[str, Any]:
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> None:
     """Refuse to go on with other documents than a run began with.
 
+    A checkpoint that was converted says nothing of documents, and goes on with those of its step.
+
     Raises:
         ConfigError: Some setting differs.
     """
     different = [key for key in now if before.get(key) != now[key] and key != "data.train"]
-    if different:
+    if before and different:
         raise ConfigError(
             "a run goes on with the documents that it began with",
             where=where,
