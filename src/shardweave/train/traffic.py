@@ -7,6 +7,8 @@ same bytes but for small sums.
 
 | part | over | in a step, for each microbatch, of ``n`` ranks |
 |---|---|---|
+| ``fetch`` | ``shares``, ``expert_shares`` | ``(n - 1) * own rows * row``, for each read of a weight |
+| ``share gradients`` | the same | ``(rows - own rows) * row``, for each use of a weight |
 | ``linears`` | ``tp`` | ``(n - 1) * own slots * H`` in each of: column and row, forward and backward |
 | ``embedding`` | ``tp`` | the same, forward and backward |
 | ``kv heads`` | ``tp`` | ``4 * (n - 1) * slots * rows of K``, where KV heads do not divide |
@@ -19,9 +21,14 @@ same bytes but for small sums.
 | ``weights`` | holders | once, where the state is sharded: own part to each other holder |
 | ``agreement`` | ``all``, ``replicas`` | once: what is compared, counted and reported |
 
-All of it is exact but for ``experts`` over several ``ep`` ranks. How many rows a token makes there is how
-many ranks its experts are on, which the router says: give the numbers, or they are those of a router that
-chooses evenly and at random.
+Where layers are computed once more, what they send forward they send once more: of ``fetch`` a read, and of
+``linears`` to ``routing`` all that is not a gradient. Rows are those of the model: padding of shares stays
+where it is. Summed over the ranks, a weight of ``P`` elements and ``b`` bytes each that ``W`` ranks share and
+``k`` reads fetch costs each of them ``(W - 1) / W * P * b * k``, and the sum of its gradients as much as one.
+
+All of it is exact but for two. How many rows a token makes over several ``ep`` ranks is how many ranks its
+experts are on, which the router says: give the numbers, or they are those of a router that chooses evenly and
+at random. And what is fetched ahead is a guess (``Gathered``): a step may fetch one weight for nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +53,7 @@ from shardweave.train.maths import Maths, maths
 from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
 from shardweave.train.pipeline import HEADER_WORDS
+from shardweave.train.reads import SharedSize, counts, shared_sizes, uses, whole_layout
 from shardweave.train.runtime import GRID, group_plan, layout_of
 from shardweave.train.schedule import PipelinePlan, plan_pipeline, stages_of
 from shardweave.train.sequence import SequenceLayout
@@ -55,6 +63,7 @@ Routed = Mapping[tuple[int, int, int], Sequence[int]]
 """By layer, microbatch and rank: how many of the rank's tokens go to each rank of its ``ep`` group."""
 
 PARTS = (
+    *("fetch", "share gradients"),
     *("embedding", "linears", "kv heads", "attention", "logprobs", "experts", "routing"),
     *("pipeline", "gradients", "weights", "agreement"),
 )
@@ -117,6 +126,8 @@ def traffic(
     stage_sizes: Sequence[int] | None = None,
     cp_method: str = "ring",
     mtp: int = 0,
+    multiple: int = 1,
+    recompute: bool = False,
     routed: Routed | None = None,
     ranks: Iterable[int] | None = None,
 ) -> Traffic:
@@ -132,6 +143,8 @@ def traffic(
         stage_sizes: As ``build`` takes it.
         cp_method: As ``build`` takes it.
         mtp: Heads for further tokens.
+        multiple: As ``build`` takes it.
+        recompute: As ``build`` takes it.
         routed: What routers chose, for exact numbers of experts on several ``ep`` ranks.
         ranks: Of whom it is asked; all by default.
 
@@ -164,11 +177,14 @@ def traffic(
         )
     _check(batches, parallel)
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
-    layout = layout_of(config, parallel, dtype=dtype, stage_sizes=stage_sizes, mtp=mtp)
-    step = _Step(found, parallel, batches, objective or Objective(), cp_method, routed)
+    layout = layout_of(config, parallel, dtype=dtype, stage_sizes=stage_sizes, mtp=mtp, multiple=multiple)
+    whole = whole_layout(found, parallel, chunks)
+    step = _Step(found, parallel, batches, objective or Objective(), cp_method, recompute, routed)
     sent = {}
     for rank in parallel.mesh.ranks if ranks is None else ranks:
         meter = _Meter(step.groups, rank)
+        sizes = shared_sizes(layout, whole, parallel, step.groups, rank)
+        step.shares(meter, chunks[meter.at["pp"]], sizes)
         step.layers(meter, [layer for chunk in chunks[meter.at["pp"]] for layer in chunk])
         step.ends(meter)
         step.stages(meter)
@@ -217,10 +233,10 @@ def _item(dtype: str) -> int:
 def _check(batches: Sequence[Sequence[SequenceLayout]], parallel: Parallel) -> None:
     counts = [len(each) for each in batches]
     degrees = {(layout.cp, layout.tp) for each in batches for layout in each}
-    if len(counts) != parallel.dp or len(set(counts)) > 1 or degrees - {(parallel.cp, parallel.tp)}:
+    if len(counts) != parallel.num_data or len(set(counts)) > 1 or degrees - {(parallel.cp, parallel.tp)}:
         raise PlanError(
             "each data rank has equally many microbatches, cut over the degrees of the model",
-            where=f"dp={parallel.dp}, cp={parallel.cp}, tp={parallel.tp}",
+            where=f"data ranks={parallel.num_data}, cp={parallel.cp}, tp={parallel.tp}",
             equation=f"microbatches({counts}), cut over (cp, tp)({sorted(degrees)})",
             hint="give a list of SequenceLayouts for each data rank",
         )
@@ -288,9 +304,12 @@ class _Step:
     batches: Sequence[Sequence[SequenceLayout]]
     objective: Objective
     cp_method: str
+    recompute: bool
     routed: Routed | None
     _tokens: dict[tuple[SequenceLayout, int, int, int], int] = field(default_factory=dict)
-    _known: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int], tuple[tuple[float, float], tuple[float, float]]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def groups(self) -> GroupPlan:
@@ -316,34 +335,62 @@ class _Step:
         """Heads for further tokens that are computed."""
         return self.maths.depth if self.objective.mtp else 0
 
+    @property
+    def there(self) -> int:
+        """How often a layer is computed forward."""
+        return 1 + self.recompute
+
+    def batches_of(self, rank: int) -> Sequence[SequenceLayout]:
+        """The microbatches that a rank works on."""
+        return self.batches[self.parallel.data_rank(rank)]
+
+    # --- shares ---
+
+    def shares(self, meter: _Meter, chunks: Sequence[Sequence[int]], sizes: Mapping[str, SharedSize]) -> None:
+        """Weights that are fetched, and their gradients that are summed, for each microbatch."""
+        stage, microbatches = meter.at["pp"], len(self.batches[0])
+        listed = uses(
+            self.maths,
+            chunks,
+            sizes,
+            is_first=stage == 0,
+            is_last=stage == self.parallel.pp - 1,
+            depth=self.depth,
+        )
+        for name, (fetches, sums) in counts(listed, recompute=self.recompute).items():
+            of = sizes[name]
+            meter.gather("fetch", of.group, microbatches * fetches * of.own, self.item)
+            meter.add("share gradients", of.group, microbatches * sums * (of.whole - of.own) * self.item)
+
     # --- layers ---
 
     def layers(self, meter: _Meter, layers: Sequence[int]) -> None:
         """The layers of a stage; on the last one those of heads too."""
         further = range(self.maths.num_layers, self.maths.num_layers + self.depth)
         layers = [*layers, *(further if meter.at["pp"] == self.parallel.pp - 1 else ())]
-        for number, layout in enumerate(self.batches[meter.at["dp"]]):
+        for number, layout in enumerate(self.batches_of(meter.rank)):
             for layer in layers:
                 self._attention(meter, layout)
                 if layer in self.sparse:
                     self._experts(meter, layout, layer, number)
                 else:
-                    self._linears(meter, layout, "linears", 2)
+                    self._linears(meter, layout, "linears", 2, self.there)
 
-    def _linears(self, meter: _Meter, layout: SequenceLayout, part: str, count: int) -> None:
+    def _linears(self, meter: _Meter, layout: SequenceLayout, part: str, count: int, there: int = 1) -> None:
         """Column or row linears: own slots forward, and backward their gradients, gathered or summed."""
         own = math.prod(layout.local_shape(split_tp=True))
-        meter.gather(part, "tp", 2 * count * own * self.maths.hidden_size, self.item)
+        meter.gather(part, "tp", (there + 1) * count * own * self.maths.hidden_size, self.item)
 
     def _attention(self, meter: _Meter, layout: SequenceLayout) -> None:
         of, tp = self.maths, self.parallel.tp
-        self._linears(meter, layout, "linears", 2)
+        self._linears(meter, layout, "linears", 2, self.there)
         kv_heads = of.num_kv_heads // tp
         if of.num_kv_heads % tp:
             rows = of.num_kv_heads * of.head_dim // tp
-            meter.gather("kv heads", "tp", 4 * math.prod(layout.local_shape()) * rows, self.item)
+            numel = 2 * (self.there + 1) * math.prod(layout.local_shape()) * rows
+            meter.gather("kv heads", "tp", numel, self.item)
             kv_heads = len(read_heads(of, Group("tp", tuple(range(tp)), meter.at["tp"])))
-        there_and_back = wire_bytes(
+        there, back = wire_bytes(
             self.cp_method,
             layout,
             heads=of.num_heads // tp,
@@ -351,11 +398,11 @@ class _Step:
             dim=of.head_dim,
             item_bytes=self.item,
         )
-        meter.add("attention", "cp", sum(there_and_back))
+        meter.add("attention", "cp", self.there * there + back)
 
     def ends(self, meter: _Meter) -> None:
         """The embedding on the first stage and wherever heads need it; logits on the last one."""
-        slots_of = self.batches[meter.at["dp"]]
+        slots_of = self.batches_of(meter.rank)
         is_last = meter.at["pp"] == self.parallel.pp - 1
         looks = (meter.at["pp"] == 0) + (self.depth if is_last else 0)
         for layout in slots_of:
@@ -373,16 +420,18 @@ class _Step:
     def _experts(self, meter: _Meter, layout: SequenceLayout, layer: int, number: int) -> None:
         """Rows with what is said of them there, rows back, and the gradients of both."""
         of = self.maths
-        row = 2 * of.hidden_size * self.item + 2 * of.top_k * self.wide
-        for group, rows in zip(("ep", "etp"), self._rows(meter.rank, layer, number), strict=True):
-            # How many rows there will be, to each of the others; and the rows.
-            meter.gather("experts", group, 1, _INT)
-            meter.add("experts", group, rows * row)
-        if self.objective.balance:
+        row, said = of.hidden_size * self.item, 2 * of.top_k * self.wide
+        for group, (own, theirs) in zip(("ep", "etp"), self._rows(meter.rank, layer, number), strict=True):
+            for _ in range(self.there):
+                # How many rows there will be, to each of the others; and the rows.
+                meter.gather("experts", group, 1, _INT)
+                meter.add("experts", group, own * (row + said) + theirs * row)
+            meter.add("experts", group, own * row + theirs * (row + said))
+        for _ in range(self.there if self.objective.balance else 0):
             meter.sum_all("routing", "document", len(layout.lengths) * of.num_experts, _INT)
 
-    def _rows(self, rank: int, layer: int, number: int) -> tuple[float, float]:
-        """The rows that a rank sends over ``ep`` and ``etp``: its own to others, and theirs back to them."""
+    def _rows(self, rank: int, layer: int, number: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        """The rows that go over ``ep`` and ``etp``: a rank's own to others, and theirs back to them."""
         alike = layer, number
         if self.routed is None:  # what is expected of one layer and microbatch is expected of all like it
             alike = max(0, layer - self.maths.num_layers + 1), self.alike[number]
@@ -395,7 +444,10 @@ class _Step:
             )
             here = mine[ep.index(rank)]
             theirs = sum(rows for other, rows in held.items() if other != rank)
-            self._known[key] = sum(mine) + held[rank] - 2 * here, (len(etp) - 1) * held[rank] + theirs
+            self._known[key] = (
+                (sum(mine) - here, held[rank] - here),
+                ((len(etp) - 1) * held[rank], theirs),
+            )
         return self._known[key]
 
     @cached_property
@@ -433,7 +485,7 @@ class _Step:
     def _num_tokens(self, rank: int, number: int, ahead: int) -> int:
         """The tokens of a rank that are routed: for a head that looks ahead, those that have a target."""
         at = self.groups.grids[GRID].coordinate(rank)
-        layout = self.batches[at["dp"]][number]
+        layout = self.batches_of(rank)[number]
         key = layout, at["cp"], at["tp"], ahead
         if key not in self._tokens:
             real = np.ones(layout.num_tokens, dtype=np.bool_)
@@ -455,7 +507,7 @@ class _Step:
 
     def stages(self, meter: _Meter) -> None:
         """The messages of the pipeline, each with its header, and the comparison before the first."""
-        layouts = self.batches[meter.at["dp"]]
+        layouts = self.batches_of(meter.rank)
         stage, neighbours = meter.at["pp"], set()
         for event in self.plan.events[stage]:
             for message in event if isinstance(event, tuple) else ():
@@ -469,7 +521,7 @@ class _Step:
     def agreement(self, meter: _Meter) -> None:
         """What is compared before the step and the update, N of each term, their sums, counts, the norm."""
         what, model = self.objective, self.maths.model
-        weights = (what.balance, what.router_z) if model.decoder.of("moe") else ()
+        weights = (what.balance, what.router_z) if list(model.decoder.of("moe")) else ()
         routers = sum(1 for weight in weights if weight)
         terms = 1 + self.depth
         meter.sum_all("agreement", "replicas", terms + (2 if routers else 0), _INT)

@@ -1,0 +1,175 @@
+"""Which shared weights a rank reads in a step, in order: what they cost follows from this alone.
+
+A step reads a weight once for each microbatch and each of its uses: on the way forward, once more on the way
+back where a graph needs its values, and, where layers are computed once more, a time between the two. Each is
+a fetch; each use ends in one sum of gradients. This is the order of ``decoder.py`` and ``mtp.py`` as data;
+that it is theirs is what ``tests/dist/test_train_traffic.py`` counts, byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardweave.layout import Layout
+from shardweave.train.arrays import held_arrays
+from shardweave.train.decoder import EMBEDDING, HEAD
+from shardweave.train.gathered import shared_weights
+from shardweave.train.grid import Group, GroupPlan
+from shardweave.train.layout import train_layout
+from shardweave.train.maths import Maths
+from shardweave.train.parallel import Parallel
+from shardweave.train.runtime import GRID
+
+_OF_LAYER = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""The weights of a layer in the order in which they are used, those of one operation together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Weights that are whole at the same time.
+
+    Attributes:
+        names: In the order in which they are read.
+        reads_back: Whether the way back needs their values: not those of an embedding, which only looks up.
+        in_layer: Whether they are of a layer, and used anew where layers are computed once more.
+        at_once: Whether the way back has them at the same time too, and not one after the other.
+    """
+
+    names: tuple[str, ...]
+    reads_back: bool = True
+    in_layer: bool = False
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSize:
+    """What a rank has of a weight that lies in shares.
+
+    Attributes:
+        group: The name of the ranks that share it.
+        ranks: How many there are.
+        own: Elements of the model that are in this rank's share.
+        share: Elements of a share, padding included.
+        whole: Elements of all shares, without padding.
+        empty: How many of the ranks hold nothing but padding.
+    """
+
+    group: str
+    ranks: int
+    own: int
+    share: int
+    whole: int
+    empty: int
+
+    @property
+    def padding(self) -> int:
+        """Elements that all shares together are filled up with."""
+        return self.share * self.ranks - self.whole
+
+
+def whole_layout(found: Maths, parallel: Parallel, chunks: Sequence[Sequence[Sequence[int]]]) -> Layout:
+    """What ranks would hold if none shared a weight: what they compute with."""
+    stages = [[layer for chunk in stage for layer in chunk] for stage in chunks]
+    return train_layout(found.model, parallel.mesh, stages=stages)
+
+
+def shared_sizes(
+    layout: Layout, whole: Layout, parallel: Parallel, groups: GroupPlan, rank: int
+) -> dict[str, SharedSize]:
+    """The weights of a rank that lie in shares, by name.
+
+    Args:
+        layout: What ranks hold.
+        whole: The same without shares.
+        parallel: The degrees.
+        groups: The groups.
+        rank: The rank.
+    """
+    of: dict[tuple[str, ...], Group] = {}
+    for axes, name in ((parallel.dense_axes, "shares"), (parallel.expert_axes, "expert_shares")):
+        ranks = groups.ranks(rank, GRID, name) or (rank,)
+        of[axes] = Group(name, ranks, ranks.index(rank))
+    held, found = held_arrays(layout, rank), {}
+    for name, shared in shared_weights(layout, whole, rank, of).items():
+        shape = held[name].shape
+        rest = prod(size for d, size in enumerate(shape) if d != shared.dim)
+        lengths = shared.lengths(shape[shared.dim])
+        found[name] = SharedSize(
+            shared.group.name,
+            shared.group.size,
+            lengths[shared.group.rank] * rest,
+            prod(shape),
+            shared.size * rest,
+            lengths.count(0),
+        )
+    return found
+
+
+def uses(
+    found: Maths,
+    chunks: Sequence[Sequence[int]],
+    names: Collection[str],
+    *,
+    is_first: bool,
+    is_last: bool,
+    depth: int,
+) -> tuple[tuple[Use, ...], ...]:
+    """What a stage uses of a microbatch in each of its stretches, on the way forward.
+
+    Args:
+        found: What is computed.
+        chunks: The layers of each stretch.
+        names: The weights that lie in shares; others are not listed.
+        is_first: Whether it is the first stage.
+        is_last: Whether it is the last one.
+        depth: Heads for further tokens that are computed.
+    """
+    listed = []
+    for number, layers in enumerate(chunks):
+        here = [Use((EMBEDDING,), reads_back=False)] if is_first and not number else []
+        for layer in layers:
+            here += _of_layer(layer)
+        if is_last and number == len(chunks) - 1:
+            head = Use((EMBEDDING if found.model.tied else HEAD,))
+            here.append(head)
+            for layer in range(found.num_layers, found.num_layers + depth):
+                here.append(Use((EMBEDDING,), reads_back=False))
+                here.append(Use((f"model.layers.{layer}.eh_proj.weight",)))
+                here += [*_of_layer(layer), head]
+        listed.append(tuple(kept for use in here if (kept := _only(use, names)).names))
+    return tuple(listed)
+
+
+def _of_layer(layer: int) -> Iterator[Use]:
+    for those in _OF_LAYER:
+        full = tuple(f"model.layers.{layer}.{name}.weight" for name in those)
+        yield Use(full, in_layer=True, at_once="experts" in those[0])
+
+
+def _only(use: Use, names: Collection[str]) -> Use:
+    kept = tuple(name for name in use.names if name in names)
+    return Use(kept, use.reads_back, use.in_layer, use.at_once)
+
+
+def counts(listed: Sequence[Sequence[Use]], *, recompute: bool) -> Mapping[str, tuple[int, int]]:
+    """For each weight how often a microbatch fetches it and sums gradients of it.
+
+    >>> layer = Use(("q",), in_layer=True), Use(("o",), in_layer=True)
+    >>> counts([(Use(("e",), reads_back=False), *layer, Use(("e",)))], recompute=True)
+    {'e': (3, 2), 'q': (3, 1), 'o': (3, 1)}
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for use in (use for chunk in listed for use in chunk):
+        for name in use.names:
+            fetches, sums = found.get(name, (0, 0))
+            again = recompute and use.in_layer
+            found[name] = fetches + 1 + use.reads_back + again, sums + 1
+    return found
