@@ -405,6 +405,71 @@ def h(tp_group=None):
     assert all("never None" in remark for remark in fixes.files["a.py"].remarks)
 
 
+def test_a_patch_takes_the_collection_that_a_base_of_the_file_holds(tmp_path: Path) -> None:
+    code = f"""
+class Base:
+    def __init__(self, pg_collection=None):
+        self.pg_collection = pg_collection
+
+
+class Middle(Base): ...
+
+
+class A(Middle):
+    def __init__(self, pg_collection=None):
+        super().__init__(pg_collection)
+
+    def f(self):
+        return {TP}
+
+
+class B(Base):
+    def f(self):
+        return {TP}
+
+
+class Circle(Circle, Other):
+    def __init__(self):
+        pass
+
+    def f(self):
+        return {TP}
+"""
+    text, fixes = fixed(tmp_path, code, review=True)
+    found = [line.strip() for line in text.splitlines() if "return" in line]
+    assert found == ["return self.pg_collection.tp", "return self.pg_collection.tp", "return self.tp_group"]
+    assert fixes.files["a.py"].remarks == (
+        "callers of Circle have to give tp_group",
+        "self.pg_collection.tp in A has to be a group, and never None",
+        "self.pg_collection.tp in B has to be a group, and never None",
+    )
+    assert fixed(tmp_path, code)[1].done == ()
+
+
+@pytest.mark.parametrize(
+    ("signature", "after"),
+    [
+        ("def f(a, b=1):", "def f(a, b=1, *, tp_group: torch.distributed.ProcessGroup):"),
+        (
+            "def f(\n    a, b=1\n):",
+            "def f(\n    a, b=1, *, tp_group: torch.distributed.ProcessGroup\n):",
+        ),
+        (
+            "def f(\n    a,\n    b=1,  # why\n):",
+            "def f(\n    a,\n    b=1,\n    *,\n    tp_group: torch.distributed.ProcessGroup,  # why\n):",
+        ),
+        ("def f(\n    *args\n):", "def f(\n    *args, tp_group: torch.distributed.ProcessGroup\n):"),
+        (
+            "def f(\n    a, **more\n):",
+            "def f(\n    a, *, tp_group: torch.distributed.ProcessGroup, **more\n):",
+        ),
+    ],
+)
+def test_a_new_parameter_leaves_the_layout(signature: str, after: str, tmp_path: Path) -> None:
+    text, _ = fixed(tmp_path, f"import torch\n{signature}\n    return {TP}\n", review=True)
+    assert after in text
+
+
 def test_signatures_that_others_decide_stay(tmp_path: Path) -> None:
     code = f"""
 class A:

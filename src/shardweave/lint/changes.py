@@ -62,6 +62,15 @@ def _with_parameters(function: cst.FunctionDef, added: Mapping[str, str]) -> cst
         if isinstance(star, cst.ParamStar) and not params.kwonly_params:
             star = cst.ParamStar(comma=between)
         new = [param.with_changes(comma=between) for param in new[:-1]] + [new[-1].with_changes(comma=comma)]
+    elif params.star_kwarg is None:
+        # Whatever stands before the closing parenthesis goes on standing there.
+        nothing = cst.SimpleWhitespace("")
+        if not kwonly and isinstance(star, cst.Param):
+            end, star = star.whitespace_after_param, star.with_changes(whitespace_after_param=nothing)
+            new[-1] = new[-1].with_changes(whitespace_after_param=end)
+        elif last:
+            new[-1] = new[-1].with_changes(whitespace_after_param=last[-1].whitespace_after_param)
+            last[-1] = last[-1].with_changes(whitespace_after_param=nothing)
     return function.with_changes(
         params=params.with_changes(params=positional, star_arg=star, kwonly_params=[*kwonly, *new])
     )

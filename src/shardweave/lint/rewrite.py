@@ -338,8 +338,10 @@ class _File:
         if owner is not None and own is not None and function.name.value != "__init__":
             init = self.init_of(owner)
             for name in _COLLECTIONS if self.is_param(call, own.name.value, own) else ():
-                if self.times_set(owner, name) == 1:
-                    return self.remarked(f"{own.name.value}.{name}.{accessor.field}", called=owner.name.value)
+                for holder in (owner, *self.bases(owner)):
+                    if self.times_set(holder, name) == 1:
+                        where = f"{own.name.value}.{name}.{accessor.field}"
+                        return self.remarked(where, called=owner.name.value)
             _, its_own = self.method_of(init) if init is not None else (None, None)
             if init is None or its_own is None or not self.is_param(call, own.name.value, own):
                 return ""
@@ -355,6 +357,19 @@ class _File:
             return ""
         called = owner.name.value if owner is not None else function.name.value
         return self.parameter(function, accessor, change, called=called)
+
+    def bases(self, owner: cst.ClassDef) -> list[cst.ClassDef]:
+        """The classes of this file that a class inherits from, near ones first."""
+        found: list[cst.ClassDef] = []
+        waiting = [owner]
+        while waiting:
+            for base in waiting.pop(0).bases:
+                bound = self.lookup(owner, base.value.value) if isinstance(base.value, cst.Name) else []
+                node = bound[0].node if len(bound) == 1 and isinstance(bound[0], Assignment) else None
+                if isinstance(node, cst.ClassDef) and node is not owner and node not in found:
+                    found.append(node)
+                    waiting.append(node)
+        return found
 
     def is_collection(self, param: cst.Param) -> bool:
         """Whether an argument is a collection of groups."""
