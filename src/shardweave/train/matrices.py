@@ -294,6 +294,7 @@ def plan_matrices(plan: ReducePlan, choose: Choose, *, sharded: bool) -> MatrixP
         sharded: Whether replicas share the state.
 
     Raises:
+        PlanError: An array that is to be updated by Muon holds no matrices.
         GapError: Some ranks that hold a matrix treat it in another way.
     """
     layout, me = plan.layout, plan.rank
@@ -309,7 +310,12 @@ def plan_matrices(plan: ReducePlan, choose: Choose, *, sharded: bool) -> MatrixP
         for bucket in peer.buckets:
             if bucket.over[0] != rank and rank != me:
                 continue
-            names = [held.name for held in bucket.arrays if isinstance(choose(held.name, held.shape), Muon)]
+            names = []
+            for held in bucket.arrays:
+                settings = choose(held.name, held.shape)
+                if isinstance(settings, Muon):
+                    settings.rule(held)  # refuses what is no matrix, also where this rank has no state of it
+                    names.append(held.name)
             for number in {rules[name] for name in names}:
                 more = set(mates.of(number, rank)) - known
                 known |= more
