@@ -17,6 +17,7 @@ from shardweave.train.grid import Groups
 from shardweave.train.runtime import Runtime, build, group_plan
 from shardweave.train.step import forward_backward
 
+pytestmark = pytest.mark.timeout(240)
 BOUND = train_matrix.BOUNDS["float64"]
 
 

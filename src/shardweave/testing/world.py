@@ -323,9 +323,9 @@ class World:
 
     def _state(self, rank: int) -> str:
         """What a rank does that does not wait for a message."""
-        frame = sys._current_frames().get(self._threads.get(rank, -1))
         if rank in self._ended:
             return f"rank {rank} has ended"
+        frame = sys._current_frames().get(self._threads.get(rank, -1))
         if frame is None:
             return f"rank {rank} has not begun"
         code = frame.f_code
