@@ -52,8 +52,8 @@ BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 
 
 def config_of(cell: Cell) -> dict[str, Any]:
-    """Five layers, or one for each stretch."""
-    return {**CONFIG, "num_hidden_layers": max(CONFIG["num_hidden_layers"], cell.pp * cell.vp)}
+    """The layers of the cell, or one for each stretch."""
+    return {**CONFIG, "num_hidden_layers": max(cell.layers, cell.pp * cell.vp)}
 
 
 # --- the ranks ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from train_cells import Cell
 
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import Microbatch, microbatch
-from shardweave.train.grid import connect
+from shardweave.train.grid import Groups, connect
 from shardweave.train.maths import maths
 from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
@@ -175,14 +175,21 @@ def runtime_of(
     groups = connect(
         group_plan(parallel), rank=rank, store=FileStore(str(store), parallel.world_size), timeout_s=30
     )
+    return built(cell, groups, config, dtype, mtp=mtp)
+
+
+def built(
+    cell: Cell, groups: Groups, config: Mapping[str, Any], dtype: str = "float64", **more: Any
+) -> Runtime:
+    """The runtime of a cell on groups of any kind, its weights not yet filled."""
     return build(
         config,
-        parallel=parallel,
+        parallel=parallel_of(cell),
         groups=groups,
         dtype=dtype,
         seed=None,
         stage_sizes=stage_sizes(cell, config["num_hidden_layers"]),
         cp_method=cell.method,
-        mtp=mtp,
         recompute=cell.recompute,
+        **more,
     )

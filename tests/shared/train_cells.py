@@ -44,6 +44,7 @@ class Cell:
     eremat: int = 1
     weight_axes: tuple[str, ...] = ("remat",)
     recompute: bool = False
+    layers: int = 5
 
     @property
     def world_size(self) -> int:

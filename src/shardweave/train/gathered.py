@@ -203,6 +203,25 @@ class Gathered(Mapping[str, Tensor]):
         self._coming.clear()
         self._live.clear()
 
+    def versions(self) -> dict[str, int]:
+        """A number for each weight that grows when it is changed; nothing is fetched."""
+        return {name: share._version for name, share in self.shares.items()}
+
+    def check_unchanged(self, versions: Mapping[str, int]) -> None:
+        """Refuse a way back of weights that are no longer what they were on the way forward.
+
+        Raises:
+            PlanError: The first that was changed.
+        """
+        for name, then in versions.items():
+            if (now := self._version(name)) != then:
+                raise PlanError(
+                    "weights stay as they are between the way forward and the way back",
+                    where=f"weight {name!r}",
+                    equation=f"version({now}) != version({then}) when it was read",
+                    hint="update weights after the backward of all that was computed with them",
+                )
+
     def _turn(self, *, back: bool) -> None:
         """Begin a way: what follows the last weight of the one before is not expected."""
         self._is_back, self._before, self._last = back, None, None
@@ -216,14 +235,8 @@ class Gathered(Mapping[str, Tensor]):
     def _unpack(self, kept: Tensor | _View) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        handle, version = kept.handle, self._version(kept.handle.name)
-        if version != handle.version:
-            raise PlanError(
-                "weights stay as they are between the way forward and the way back",
-                where=f"weight {handle.name!r}",
-                equation=f"version({version}) != version({handle.version}) when it was read",
-                hint="update weights after the backward of all that was computed with them",
-            )
+        handle = kept.handle
+        self.check_unchanged({handle.name: handle.version})
         if not self._is_back:
             self._turn(back=True)
         if self._last is None or self._last[0] != handle:

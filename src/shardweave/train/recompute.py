@@ -27,6 +27,9 @@ def again(layer: Layer, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tenso
             leaves.
         x: The hidden state.
         weights: What it reads.
+
+    Raises:
+        PlanError: On the way back, if a weight was changed since.
     """
     if not torch.is_grad_enabled():
         return layer(x)
@@ -45,6 +48,7 @@ class _Again(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x)
         ctx.layer, ctx.weights = layer, weights
+        ctx.versions = weights.versions() if isinstance(weights, Gathered) else {}
         with torch.no_grad():
             y, routing = layer(x)
         if routing is None:
@@ -58,6 +62,8 @@ class _Again(torch.autograd.Function):
         x = kept.detach().requires_grad_(ctx.needs_input_grad[0])
         weights = ctx.weights
         gathered = weights if isinstance(weights, Gathered) else None
+        if gathered:  # what is read the second time has to be what was read the first time
+            gathered.check_unchanged(ctx.versions)
         with torch.enable_grad(), gathered.saving() if gathered else nullcontext():
             y, routing = ctx.layer(x)
             if gathered:
