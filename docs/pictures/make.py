@@ -44,6 +44,8 @@ from shardweave.show.canvas import (
 )
 from shardweave.show.grids import area_drawing, mesh_drawing
 from shardweave.show.model import Panel, drawing, panels
+from shardweave.train.parallel import Parallel
+from shardweave.train.runtime import layout_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -181,6 +183,28 @@ def fsdp_on_tp() -> str:
     note = "The same function on a dim that is cut already: even(pad(concat(even(gate, 2, r), ...), 3), 3, w)"
     drawings = [bars(step, scale=scale) for step in steps]
     return page(title, below([heading(title, note=note), *drawings, svg.legend(steps)]))
+
+
+def weight_shares() -> str:
+    """The rows of one weight on eight ranks, by the axes that share it."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "head_dim": 6, "intermediate_size": 28}
+    sizes |= {"dtype": "float32"}
+    config = json.loads(CONFIG.read_text()) | sizes
+    found = [
+        replace(
+            panels(layout_of(config, Parallel(tp=2, cp=2, remat=2, weight_axes=axes)), select="up_proj")[0],
+            title=words,
+            subtitle="",
+        )
+        for words, axes in (
+            ("weight_axes = (): every rank has all rows that tp leaves it", ()),
+            ("remat: 7 rows on a rank, and its likes of the other context rank have the same", ("remat",)),
+            ("remat and cp, folded: 4 rows on a rank, and the last one is filled up", ("remat", "cp")),
+        )
+    ]
+    title = "28 rows of up_proj on 8 ranks, tp 2, cp 2, remat 2"
+    note = "What a rank stores. While a layer is computed, its ranks gather what the first picture shows."
+    return page(title, below([heading(title, note=note), *(bars(one, gutter=200) for one in found), svg.legend(found)]))
 
 
 def experts() -> str:
@@ -457,6 +481,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "kv-heads-below-tp": kv_heads_below_tp,
     "deepspeed": deepspeed,
     "fsdp-on-tp": fsdp_on_tp,
+    "weight-shares": weight_shares,
     "experts": experts,
     "mesh": mesh,
     "zigzag": zigzag,
