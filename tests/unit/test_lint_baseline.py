@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ def test_files_that_are_no_python_are_never_allowed(tmp_path: Path) -> None:
 
 
 KEYS = st.tuples(
-    st.sampled_from(["a.py", "b/c d.py", "e::f.py", "ü.py"]),
+    st.sampled_from(["a.py", "b/c d.py", "e::f.py", "ü.py"])
+    | st.text(min_size=1)
+    | st.binary(min_size=1).map(os.fsdecode),
     st.sampled_from(["<module>", "f", "C.m"]),
     st.sampled_from(["SW101", "SW201"]),
     st.sampled_from(["get_tp", "get_tp().rank"]),
@@ -119,6 +122,18 @@ def test_a_number_never_rises(allowed: dict[baseline.Key, int], now: list[baseli
     assert sum(after.values()) == len(judged.known)
     again = baseline.judge(found, after)
     assert len(again.known) == len(judged.known) and again.absent == ()
+
+
+def test_odd_names_of_files_stay_text(tmp_path: Path) -> None:
+    path = tmp_path / "b.txt"
+    names = [os.fsdecode(b"a/\xff\n.py"), "#b.py", " c.py", "d\\x41.py", "e\u2028.py", "ü.py"]
+    entries = {(name, "f", "SW101", "get_tp"): 1 for name in names}
+    baseline.save(path, entries)
+    words = {line.partition("::")[0] for line in path.read_text(encoding="utf-8").splitlines()[1:]}
+    assert words == {
+        r"a/\xff\u00000a.py", r"\u000023b.py", r"\u000020c.py", r"d\u00005cx41.py", r"e\u002028.py", "ü.py",
+    }  # fmt: skip
+    assert baseline.load(path) == entries
 
 
 def test_a_line_that_is_twice_after_a_merge_counts_once_and_the_less(tmp_path: Path) -> None:
@@ -205,6 +220,20 @@ def test_a_life_of_a_baseline(run: Run, tmp_path: Path) -> None:
     assert run("code", "--baseline", "allowed.txt", "--fail-on-slack")[0] == 1
     assert run("code", "--baseline", "allowed.txt", "--update")[0] == 0
     assert len((tmp_path / "allowed.txt").read_text().splitlines()) == 1
+
+
+def test_a_baseline_of_a_file_whose_name_is_no_text(run: Run, tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/\xff\n.py"
+    with open(odd, "w") as file:  # noqa: PTH123 - a path of bytes
+        file.write("from megatron.core.parallel_state import get_tensor_model_parallel_group as g\ng()\n")
+    for options in (["--begin"], [], ["--update"]):
+        assert run(".", "--baseline", "b.txt", *options)[0] == 0
+    os.rename(odd, os.fsencode(tmp_path) + b"/\xfe.py")  # noqa: PTH104 - paths of bytes
+    assert run(".", "--baseline", "b.txt", "--update")[0] == 0
+    assert r"\xfe.py::<module> SW101" in (tmp_path / "b.txt").read_text(encoding="utf-8")
+    for form in ("json", "sarif", "github", "gitlab", "markdown", "junit", "stats", "text"):
+        code, text, _ = run(".", "--format", form)
+        assert code == 1 and text.encode("utf-8")
 
 
 def test_settings_name_paths_and_the_baseline(run: Run, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardweave.errors import ConfigError, MissingFileError
-from shardweave.lint import config
+from shardweave.lint import config, files
 from shardweave.lint.finding import Finding, Report
 from shardweave.lint.groups import Options, check
 from shardweave.lint.presets import PRESETS
@@ -556,6 +559,41 @@ def test_links_odd_bytes_and_depth_do_not_end_the_run(tmp_path: Path) -> None:
         check([tmp_path / "none"], root=tmp_path)
 
 
+def test_what_cannot_be_read_is_named_and_waited_for_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.py").write_text(f"from megatron.core.parallel_state import {GET}\n{GET}()\n")
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "loop.py").symlink_to("pool.py")
+    (tmp_path / "pool.py").symlink_to("loop.py")
+    (tmp_path / "nowhere.py").symlink_to("gone")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / ".#good.py").symlink_to("me@here:1")
+    (tmp_path / "secret.py").write_bytes(b"x = '\0'  # get_tensor_model_parallel_group\n")
+    with (tmp_path / "large.py").open("wb") as file:
+        file.truncate(100_000_000)  # a hole: it takes no room
+    (tmp_path / "fleeting.py").write_text("")
+    listed = files.find
+
+    def find(*args: Any, **kwargs: Any) -> Any:
+        found = listed(*args, **kwargs)
+        (tmp_path / "fleeting.py").unlink()
+        return found
+
+    monkeypatch.setattr("shardweave.lint.groups.find", find)
+    found = check([tmp_path], root=tmp_path).findings
+    assert [(f.path, f.code) for f in found if f.code != "SW001"] == [("good.py", "SW101")]
+    assert {f.path: f.message for f in found if f.code == "SW001"} == {
+        "pipe.py": "it is no regular file",
+        "loop.py": os.strerror(errno.ELOOP),
+        "pool.py": os.strerror(errno.ELOOP),
+        "nowhere.py": "it is a link that leads nowhere",
+        "secret.py": "no Python: source code string cannot contain null bytes",
+        "large.py": "its 100,000,000 bytes are more than are read, 16,777,216",
+        "fleeting.py": "it is gone since it was listed",
+    }
+
+
 def test_columns_are_characters(look: Look) -> None:
     (found,) = look(f"from .. import parallel_state as p\nä, ö = 'äöü', p.{GET}()\n")
     assert (found.line, found.column) == (2, len("ä, ö = 'äöü', ") + 1)
@@ -590,7 +628,8 @@ def test_the_cache_says_the_same_and_sees_a_change(tmp_path: Path) -> None:
     assert run().findings == ()
     (code / "a.py").write_text(f"from megatron.core.parallel_state import {GET} as g\ndef f(): return g()\n")
     assert run() == first
-    for file in kept.glob("*.json"):
+    for file in (kept / "groups.json", kept / "facts.rows"):
+        assert file.is_file()
         file.write_text("[")
     assert run() == first
     other = check([code], root=code, cache=kept, options=Options(select=("SW105",)))

@@ -70,7 +70,7 @@ def load(path: Path) -> Baseline:
         match = _LINE.fullmatch(line)
         if match is None:
             raise _odd(path, number, repr(line[:80]), "line")
-        key = (match["path"], match["qualname"], match["code"], match["name"])
+        key = (_path(match["path"]), match["qualname"], match["code"], match["name"])
         found[key] = min(int(match["count"]), found.get(key, int(match["count"])))
     return found
 
@@ -87,13 +87,39 @@ def _odd(path: Path, place: int, got: str, unit: str) -> FormatError:
 def save(path: Path, baseline: Baseline) -> None:
     """Write a baseline, whole or not at all."""
     text = _HEAD + "".join(
-        f"{file}::{qualname} {code} {name} {count}\n"
+        f"{_word(file)}::{qualname} {code} {name} {count}\n"
         for (file, qualname, code, name), count in sorted(baseline.items())
         if count > 0
     )
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
+
+
+_ODD = re.compile(r"^[#\s]|\\|[^ -~\w]", re.ASCII)
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{6}))", re.ASCII)
+
+
+def _word(path: str) -> str:
+    r"""A path in a line: ``\xff`` for a byte that is no UTF-8, ``\u00000a`` for what ends a line.
+
+    >>> _word("a\n\udcff.py"), _path(_word("a\n\udcff.py")) == "a\n\udcff.py"
+    ('a\\u00000a\\xff.py', True)
+    """
+
+    def escaped(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        if 0xDC80 <= code <= 0xDCFF:
+            return f"\\x{code - 0xDC00:02x}"
+        is_plain = match[0].isprintable() and match[0] not in "\\#" and not match[0].isspace()
+        return match[0] if is_plain else f"\\u{code:06x}"
+
+    return _ODD.sub(escaped, path)
+
+
+def _path(word: str) -> str:
+    """The path that a line means."""
+    return _ESCAPED.sub(lambda m: chr(0xDC00 + int(m[1], 16)) if m[1] else chr(int(m[2], 16)), word)
 
 
 def begin(path: Path, findings: Iterable[Finding]) -> Baseline:

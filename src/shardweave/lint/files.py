@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -18,6 +20,8 @@ __all__ = ["Source", "covers", "find", "read", "shown"]
 
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "__pypackages__"})
 _DEEPEST = 4
+_LARGEST = 16 << 20
+"""Bytes of a file: its tree takes many times as much memory, and nobody writes such files by hand."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +104,7 @@ def _walk(top: str) -> Iterable[str]:
             and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
         )
         for name in sorted(names):
-            if name.endswith(".py"):
+            if name.endswith(".py") and not name.startswith(".#"):  # the lock of an editor
                 yield os.path.join(folder, name)
 
 
@@ -112,6 +116,18 @@ def _matches(path: str, pattern: str) -> bool:
     )
 
 
+def _bytes(place: str) -> bytes:
+    """What a file holds. A pipe is not waited for, and what no person wrote is not parsed."""
+    number = os.open(place, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(number, "rb") as file:
+        about = os.fstat(number)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if about.st_size > _LARGEST:
+            raise OSError(errno.EFBIG, f"its {about.st_size:,} bytes are more than are read, {_LARGEST:,}")
+        return file.read()
+
+
 def read(sources: Sequence[Source]) -> None:
     """Read the files, and say which module each of them is.
 
@@ -120,8 +136,10 @@ def read(sources: Sequence[Source]) -> None:
     """
     for source in sources:
         try:
-            with open(source.place, "rb") as file:
-                source.text = file.read()
+            source.text = _bytes(source.place)
+        except FileNotFoundError:
+            link = "a link that leads nowhere" if os.path.islink(source.place) else "gone since it was listed"
+            source.problem = f"it is {link}"
         except OSError as error:
             source.problem = error.strerror or str(error)
     packages: dict[str, str] = {}
