@@ -10,8 +10,9 @@
 #   make e2e-refit-tp8   64 query heads, 2 KV heads, TP8 into TP8: sixteen processes, 8 GB of memory
 #
 # Variables: PYTHON (the interpreter that makes .venv), TORCH_ARGS (extra arguments of `pip install torch`, for
-# example --index-url of the build for your machine), PYTEST_ARGS (for example "-k qkv -x"), BENCH_ARGS (for
-# example --tiny: small models, seconds), E2E_ARGS (for example "--versions 2").
+# example --index-url of the build for your machine), PYTEST_ARGS (for example "-k qkv -x"), WORKERS (how many files
+# of tests run side by side; 0 for one process, as --pdb wants it), BENCH_ARGS (for example --tiny: small models,
+# seconds), E2E_ARGS (for example "--versions 2").
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,6 +21,7 @@ SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 E2E_ARGS ?=
 
@@ -33,6 +35,9 @@ PEERS := requirements/peers.txt requirements/peers-needs.txt
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --quiet --disable-pip-version-check
 VLLM_PINS := requirements/vllm.txt requirements/vllm-needs.txt requirements/vllm-constraints.txt
+
+# Hundreds of processes import the same modules: they compile them once, whatever a container says.
+unexport PYTHONDONTWRITEBYTECODE
 
 # deepspeed chooses its accelerator when it is built and again when it is imported.
 export DS_ACCELERATOR := cpu
@@ -48,7 +53,7 @@ demo: $(VENV)/.base
 	$(PY) examples/demo.py
 
 test: lint types
-	$(PY) -m pytest --require-peers $(PYTEST_ARGS)
+	$(PY) -m pytest --require-peers --numprocesses=$(WORKERS) --max-worker-restart=0 $(PYTEST_ARGS)
 
 lint: $(VENV)/.full
 	$(PY) -m ruff check

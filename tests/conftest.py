@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# Before any peer is imported: deepspeed picks its accelerator on import, and no test may reach a hub.
+# Before any peer is imported: deepspeed picks its accelerator on import, and no test may reach a hub. Workers
+# and ranks share the cores, so none of them takes more than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,6 +27,9 @@ settings.register_profile("ci", max_examples=200, deadline=None, derandomize=Tru
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 TESTS = Path(__file__).parent
+LOST, STDERR = pytest.StashKey[list[str]](), pytest.StashKey[int]()
+GRACE_S = 60.0
+"""How long after its limit a test is waited for that not even a signal ends."""
 sys.path.insert(0, str(TESTS / "shared"))  # what tests of several folders are made of
 
 # The real frameworks that tests ask: distribution on the registry -> module.
@@ -35,7 +43,17 @@ if sys.platform == "linux":  # there are no wheels for other systems
     PEERS["nixl-cu12"] = "nixl_cu12"
 
 # Cheapest first: a broken law is seen before any process is started. Doctests of src/ go with the laws.
-COST = ("unit", "laws", "docs", "cli", "hostile", "cases", "oracle", "dist")
+COST = ("unit", "laws", "docs", "cli", "hostile", "cases", "oracle", "dist", "e2e")
+# Folders and files that want the machine for themselves: they start many ranks, kill them, or measure time.
+# They come last, and with `-n` they run one by one when the rest is done.
+ALONE = (
+    "tests/dist/",
+    "tests/e2e/",
+    "tests/cli/test_train.py",
+    "tests/hostile/test_convert_kill.py",
+    "tests/oracle/test_vllm_refit.py",
+    "tests/unit/test_refit_meeting.py",
+)
 
 
 def is_importable(module: str) -> bool:
@@ -58,6 +76,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno())  # type: ignore[union-attr]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A call in C that does not return hears no signal: all stacks are printed, and the process ends."""
+    mark = item.get_closest_marker("timeout")
+    limit_s = float(mark.args[0] if mark is not None and mark.args else item.config.getini("timeout"))
+    if not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("--require-peers") and (missing := missing_peers()):
         raise pytest.UsageError(f"--require-peers: not installed: {', '.join(missing)}")
@@ -72,12 +107,36 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+def is_alone(nodeid: str) -> bool:
+    """Whether a test, or all of a file, wants the machine for itself."""
+    return nodeid.startswith(ALONE)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def cost(item: pytest.Item) -> int:
+    def cost(item: pytest.Item) -> tuple[bool, int]:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "laws"
-        return COST.index(folder) if folder in COST else len(COST)
+        return is_alone(item.nodeid), COST.index(folder)
 
     items.sort(key=cost)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from side_by_side import SideBySide
+
+    return SideBySide(config, log, is_alone=is_alone)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """A worker that died took tests with it that nobody may have named: the run has failed."""
+    if error is not None:
+        node.config.stash.setdefault(LOST, []).append(f"{node.gateway.id}: {error}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.stash.get(LOST, []) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
