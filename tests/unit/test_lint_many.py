@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardweave.lint import many
+from shardweave.lint import cache as cache_module
+from shardweave.lint import class_cache, many
 from shardweave.lint.cache import Cache
 
 SIZES = [1_000_000, 10, 500_000, 900_000, 20, 700_000]
@@ -92,3 +94,18 @@ def test_a_damaged_cache_is_none(tmp_path: Path) -> None:
         place.write_bytes(damaged)
         assert cache.rows("x") == {}
     assert cache.rows("y") == {} and Cache(None).rows("x") == {}
+
+
+@pytest.mark.parametrize(
+    ("begin", "parts"), [("search", cache_module._PARTS), ("class_cache", class_cache._PARTS)]
+)
+def test_a_cache_forgets_when_any_code_that_it_rests_on_changes(begin: str, parts: tuple[str, ...]) -> None:
+    folder = Path(many.__file__).parent
+    seen, waiting = {begin}, [begin]
+    while waiting:
+        text = (folder / f"{waiting.pop()}.py").read_text(encoding="utf-8")
+        for name in re.findall(r"^ *from shardweave\.lint\.(\w+) import", text, re.M):
+            if name not in seen:
+                seen.add(name)
+                waiting.append(name)
+    assert seen <= set(parts), seen - set(parts)

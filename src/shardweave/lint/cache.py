@@ -15,6 +15,7 @@ DEFAULT = ".shardweave-cache"
 _PARTS = (
     "cache",
     "collectives",
+    "expressions",
     "facts",
     "files",
     "finding",
@@ -28,6 +29,7 @@ _PARTS = (
     "search",
     "shapes",
     "suppress",
+    "walk",
 )
 
 

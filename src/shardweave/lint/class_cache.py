@@ -22,10 +22,12 @@ from shardweave.lint.read import read_facts
 __all__ = ["FileIndex", "load"]
 
 _PARTS = (
+    "cache",
     "class_cache",
     "class_rows",
     "class_syntax",
     "classes",
+    "expressions",
     "facts",
     "files",
     "many",
@@ -33,6 +35,7 @@ _PARTS = (
     "read",
     "scopes",
     "shapes",
+    "walk",
 )
 """The code that decides what an entry holds: another version of it keeps nothing of the last."""
 

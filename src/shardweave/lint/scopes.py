@@ -6,73 +6,31 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from shardweave.lint.facts import Class
-from shardweave.lint.reach import Binding, Block, Scope, may_carry
+from shardweave.lint.expressions import Expressions
+from shardweave.lint.reach import Block
 from shardweave.lint.shapes import (
-    LOG,
     asks_for_name,
     class_of,
-    fields_of,
-    getattr_name,
     is_message,
     last_name,
     names_in,
-    same_scope,
     tells_none,
     type_checking,
 )
+from shardweave.lint.walk import Pending
 
 __all__ = ["Pending", "Reader"]
 
-# A union would be made anew at each of a million places.
-_NAMES = (ast.Name, ast.Attribute)
-_ROWS = (ast.Tuple, ast.List)
-_CHOICES = (ast.IfExp, ast.BoolOp)
-_ELSEWHERE = re.compile(rb"(?:^|[:;])[\s\\]*(?:global|nonlocal)\b", re.MULTILINE)
 
-
-class Pending(NamedTuple):
-    """A use whose name is looked up when all bindings are known."""
-
-    node: ast.expr
-    form: str
-    call: ast.Call | None
-    scope: Scope
-    order: int
-    block: Block
-    fallback: bool
-    guarded: bool
-    chain: str
-    logged: bool
-
-
-class Reader:
-    """The pass. State that nests is kept in attributes and put back."""
+class Reader(Expressions):
+    """The pass: statements, and the scopes that they open."""
 
     def __init__(self, package: str, module: str, text: bytes) -> None:
-        self.package, self.module = package, module
-        self.lines = None if text.isascii() else text.splitlines()
-        self.order = 0
-        self.block = Block(None, None, 0)
-        self.scope = self.top = Scope("module", None, "", self.block)
-        self.every = [self.top]
-        self.has_elsewhere = _ELSEWHERE.search(text) is not None
-        self.functions: dict[str, Scope] = {}
-        self.classes: dict[str, Class] = {}
-        self.attributes: dict[str, list[Binding]] = {}
-        self.scopes: dict[str, Scope] = {}
-        self.pending: list[Pending] = []
-        self.imported: list[tuple[Pending, str]] = []
-        self.owners: list[tuple[str, ast.expr, str, ast.expr, Scope, int, Block]] = []
-        self.public: list[str] | None = None
-        self.is_public_known = True
-        self.fallback = self.guarded = self.logged = False
-        self.deferred: list[tuple[Any, ...]] = []
-        self.handlers: dict[type, Any] = {
+        super().__init__(package, module, text)
+        self.handlers |= {
             ast.Name: self.name, ast.Attribute: self.attribute, ast.Call: self.call, ast.Constant: self.skip,
             ast.Lambda: self.lambda_, ast.IfExp: self.ifexp, ast.BoolOp: self.boolop,
             ast.NamedExpr: self.walrus,
@@ -96,8 +54,6 @@ class Reader:
         for scope in self.every:
             scope.bindings.clear()
 
-    # --- the walk ----------------------------------------------------------------------------------
-
     def run(self, tree: ast.Module) -> None:
         self.suite(tree.body)
         while self.deferred:
@@ -111,141 +67,6 @@ class Reader:
             else:
                 scope.returns.append((body, self.order, block))
                 self.visit(body)
-
-    def visit(self, node: ast.AST) -> None:
-        handler = self.handlers.get(type(node))
-        if handler is not None:
-            handler(node)
-        else:
-            self.children(node)
-
-    def children(self, node: ast.AST) -> None:
-        for field in fields_of(node):
-            value = getattr(node, field, None)
-            for item in value if type(value) is list else (value,):
-                if isinstance(item, ast.AST):
-                    self.visit(item)
-
-    def skip(self, node: ast.AST) -> None:
-        pass
-
-    def suite(self, body: Sequence[ast.stmt]) -> None:
-        before = self.fallback
-        for statement in body:
-            self.visit(statement)
-            # What follows "if x is not None: return" runs where x is None.
-            if (
-                isinstance(statement, ast.If)
-                and not statement.orelse
-                and isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
-                and tells_none(statement.test) is False
-            ):
-                self.fallback = True
-        self.fallback = before
-
-    def arm(self, body: Sequence[ast.stmt], owner: ast.AST, arm: int, *, is_loop: bool = False) -> None:
-        before = self.block
-        self.block = Block(before, owner, arm, is_loop)
-        self.suite(body)
-        self.block = before
-
-    def under(self, node: ast.AST, *, fallback: bool) -> None:
-        before, self.fallback = self.fallback, self.fallback or fallback
-        self.visit(node)
-        self.fallback = before
-
-    # --- bindings ----------------------------------------------------------------------------------
-
-    def bind(self, name: str, kind: str, what: Any = None, *, scope: Scope | None = None) -> None:
-        scope = scope or self.scope
-        foreign = False
-        where = scope.elsewhere.get(name)
-        if where == "global":
-            scope, foreign = self.top, scope is not self.top
-        elif where == "nonlocal":
-            found: Scope | None = scope.parent
-            while found is not None and not (found.kind == "function" and name in found.bindings):
-                found = found.parent
-            scope, foreign = found or self.top, True
-        self.order += 1
-        scope.bindings.setdefault(name, []).append(Binding(self.order, self.block, kind, what, foreign))
-
-    def bind_expr(self, name: str, value: ast.expr) -> None:
-        if isinstance(value, ast.Lambda):
-            self.bind(name, "value", self.own(self.define(name, self.holder())))
-        elif may_carry(value):
-            self.bind(name, "expr", (value, self.scope, self.order, self.block))
-        else:
-            self.bind(name, "other", value)
-
-    def target(self, node: ast.expr, value: ast.expr | None = None) -> None:
-        if isinstance(node, ast.Name):
-            if value is None:
-                self.bind(node.id, "other")
-            else:
-                self.bind_expr(node.id, value)
-        elif isinstance(node, _ROWS):
-            values: list[ast.expr | None] = [None] * len(node.elts)
-            if (
-                isinstance(value, _ROWS)
-                and len(value.elts) == len(node.elts)
-                and not any(isinstance(item, ast.Starred) for item in (*value.elts, *node.elts))
-            ):
-                values = list(value.elts)
-            for item, part in zip(node.elts, values, strict=True):
-                self.target(item, part)
-        elif isinstance(node, ast.Starred):
-            self.target(node.value)
-        elif isinstance(node, ast.Attribute):
-            self.visit(node.value)
-            self.owners.append(("set", node.value, node.attr, node, self.scope, self.order, self.block))
-            holder = self.method_of(node.value)
-            if holder is not None:
-                kind, what = ("other", None)
-                if value is not None and may_carry(value):
-                    kind, what = "expr", (value, self.scope, self.order, self.block)
-                key = f"{holder}.{node.attr}"
-                self.attributes.setdefault(key, []).append(Binding(self.order, self.block, kind, what, True))
-        else:
-            self.children(node)
-
-    def method_of(self, node: ast.expr) -> str | None:
-        """The class whose ``self`` the name is."""
-        scope: Scope | None = self.scope
-        if not isinstance(node, ast.Name):
-            return None
-        while scope is not None and node.id not in scope.bindings:
-            scope = scope.parent
-        if scope is None or scope.kind != "function" or scope.parent is None or scope.parent.kind != "class":
-            return None
-        first = scope.bindings[node.id][0]
-        return scope.parent.qualname if first.kind == "value" else None
-
-    def own(self, qualname: str) -> str:
-        return f"{self.module}:{qualname}"
-
-    def holder(self) -> Scope:
-        scope = self.scope
-        while scope.kind in ("comprehension", "lambda") and scope.parent is not None:
-            scope = scope.parent
-        return scope
-
-    def define(self, name: str, parent: Scope) -> str:
-        return f"{parent.qualname}.{name}" if parent.qualname else name
-
-    def made(self, kind: str, parent: Scope, qualname: str) -> Scope:
-        scope = Scope(kind, parent, qualname, self.block)
-        self.every.append(scope)
-        return scope
-
-    def declare(self, body: Sequence[ast.stmt]) -> None:
-        """Take up the global and nonlocal statements of a scope, which hold for all of it."""
-        for statement in body if self.has_elsewhere else ():
-            for node in same_scope(statement):
-                if isinstance(node, ast.Global | ast.Nonlocal):
-                    word = "global" if isinstance(node, ast.Global) else "nonlocal"
-                    for name in node.names:
-                        self.scope.elsewhere[name] = word
 
     # --- scopes ------------------------------------------------------------------------------------
 
@@ -266,20 +87,6 @@ class Reader:
         if self.scope.kind == "class" and "staticmethod" not in words:
             method = self.own(self.scope.qualname)
         self.deferred.append((scope, node.body, Block(None, node, 0), node.args, method))
-
-    def lambda_(self, node: ast.Lambda, name: str = "") -> None:
-        self.defaults(node.args)
-        qualname = self.define(name, self.holder()) if name else self.scope.qualname
-        scope = self.made("function", self.scope, qualname)
-        scope.line = node.lineno
-        if name:
-            self.functions[qualname] = scope
-        self.deferred.append((scope, node.body, Block(None, node, 0), node.args, None))
-
-    def defaults(self, args: ast.arguments) -> None:
-        for value in (*args.defaults, *args.kw_defaults):
-            if value is not None:
-                self.visit(value)
 
     def parameters(self, args: ast.arguments, method: str | None) -> None:
         every = [*args.posonlyargs, *args.args, *args.kwonlyargs]
@@ -305,33 +112,6 @@ class Reader:
         self.scope, self.block = outer, block
         self.classes[qualname] = class_of(node)
         self.bind(node.name, "value", self.own(qualname))
-
-    def comprehension(self, node: Any) -> None:
-        first = node.generators[0]
-        self.visit(first.iter)
-        outer = self.scope
-        self.scope = self.made("comprehension", outer, outer.qualname)
-        # Targets are bound before anything of it runs: they hide outer names in all of it.
-        for index, part in enumerate(node.generators):
-            if index:
-                self.visit(part.iter)
-            self.target(part.target)
-            for test in part.ifs:
-                self.visit(test)
-        for field in ("key", "value", "elt"):
-            inner = getattr(node, field, None)
-            if inner is not None:
-                self.visit(inner)
-        self.scope = outer
-
-    def walrus(self, node: ast.NamedExpr) -> None:
-        self.value(node.value, names=(node.target.id,))
-        scope = self.scope
-        while scope.kind == "comprehension" and scope.parent is not None:
-            scope = scope.parent
-        inner, self.scope = self.scope, scope
-        self.bind_expr(node.target.id, node.value)
-        self.scope = inner
 
     # --- statements --------------------------------------------------------------------------------
 
@@ -467,22 +247,6 @@ class Reader:
             elif isinstance(part, ast.MatchClass):
                 self.visit(part.cls)
 
-    def value(self, node: ast.expr, names: Sequence[str] = ()) -> None:
-        """Visit what is assigned: a plain name of a thing is another name of it, not a use."""
-        if names and isinstance(node, _NAMES):
-            self.note(node, "alias")
-        elif len(names) == 1 and isinstance(node, ast.Lambda):
-            self.lambda_(node, names[0])
-        elif names and getattr_name(node) is not None and isinstance(node, ast.Call):
-            for arg in node.args:
-                if not isinstance(arg, _NAMES):
-                    self.visit(arg)
-            self.note(node, "alias")
-        elif names and isinstance(node, _CHOICES):
-            self.choice(node, names)
-        else:
-            self.visit(node)
-
     def assign(self, node: ast.Assign) -> None:
         names = [target.id for target in node.targets if isinstance(target, ast.Name)]
         value = node.value
@@ -542,103 +306,3 @@ class Reader:
 
     def type_alias(self, node: Any) -> None:
         self.bind(node.name.id, "other")
-
-    # --- expressions -------------------------------------------------------------------------------
-
-    def note(self, node: ast.expr, form: str, call: ast.Call | None = None, chain: str = "") -> None:
-        self.order += 1
-        self.pending.append(
-            Pending(node, form, call, self.scope, self.order, self.block, self.fallback, self.guarded,
-                     chain, self.logged)
-        )  # fmt: skip
-
-    def name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load):
-            self.note(node, "ref")
-
-    def attribute(self, node: ast.Attribute) -> None:
-        inner: ast.expr = node
-        chain = node.attr
-        while isinstance(inner, ast.Attribute):
-            chain, inner = inner.attr, inner.value
-        if isinstance(inner, ast.Name):
-            self.note(node, "ref")
-        elif isinstance(inner, ast.Call):
-            self.call(inner, chain)
-        else:
-            self.visit(inner)
-
-    def call(self, node: ast.Call, chain: str = "") -> None:
-        func = node.func
-        if isinstance(func, ast.Name) and func.id in ("getattr", "hasattr") and len(node.args) >= 2:
-            self.by_name(node, func.id)
-            return
-        inner = func
-        while isinstance(inner, ast.Attribute):
-            inner = inner.value
-        if isinstance(inner, ast.Name):
-            self.note(func, "call", node, chain)
-        elif isinstance(func, ast.NamedExpr):
-            self.walrus(func)
-            self.note(func, "call", node, chain)
-        elif isinstance(func, ast.Call) and getattr_name(func) is not None:
-            self.by_name(func, "getattr", called=node, chain=chain)
-        else:
-            self.visit(func)
-        before = self.logged
-        self.logged = before or last_name(func) in LOG
-        for part in (*node.args, *node.keywords):
-            self.visit(part)
-        self.logged = before
-
-    def by_name(self, node: ast.Call, word: str, called: ast.Call | None = None, chain: str = "") -> None:
-        subject, attr, *rest = node.args
-        if not isinstance(subject, _NAMES):
-            self.visit(subject)
-        for part in (*rest, *(called.args if called else ()), *(called.keywords if called else ())):
-            self.visit(part)
-        if isinstance(attr, ast.Constant) and isinstance(attr.value, str):
-            if word == "hasattr":
-                self.owners.append(("has", subject, attr.value, node, self.scope, self.order, self.block))
-            else:
-                before, self.guarded = self.guarded, self.guarded or bool(rest)
-                self.note(node, "call" if called else "ref", called, chain)
-                self.guarded = before
-        else:
-            self.visit(attr)
-            if word == "getattr":
-                self.note(node, "dynamic")
-
-    def ifexp(self, node: ast.IfExp) -> None:
-        self.choice(node, ())
-
-    def boolop(self, node: ast.BoolOp) -> None:
-        self.choice(node, ())
-
-    def choice(self, node: ast.IfExp | ast.BoolOp, names: Sequence[str]) -> None:
-        fell, guarded, block = self.fallback, self.guarded, self.block
-        if isinstance(node, ast.IfExp):
-            tells = tells_none(node.test)
-            self.visit(node.test)
-            for arm, part in enumerate((node.body, node.orelse)):
-                self.fallback = fell or tells is (arm == 0)
-                self.guarded = guarded or (arm == 0 and asks_for_name(node.test))
-                self.block = Block(block, node, arm)
-                self.value(part, names and ("_", "_"))
-        else:
-            is_or = isinstance(node.op, ast.Or)
-            for index, part in enumerate(node.values):
-                if index:
-                    self.block = Block(block, node, 0)
-                    first = node.values[index - 1]
-                    tells = tells_none(first)
-                    if is_or:
-                        # "x or f()" falls back; "x is not None or f()" too.
-                        self.fallback = self.fallback or (
-                            tells is False or (tells is None and not isinstance(first, ast.Compare))
-                        )
-                    else:
-                        self.fallback = self.fallback or tells is True
-                        self.guarded = self.guarded or asks_for_name(first)
-                self.value(part, names and ("_", "_"))
-        self.fallback, self.guarded, self.block = fell, guarded, block
