@@ -40,3 +40,22 @@ def test_refit() -> None:
     names = [f"{model}, {transport}" for model in ("dense", "experts") for transport in ("gloo", "shared")]
     assert rows == [(name, "1.000") for name in names]
     assert "bytes moved over needed: 1.000" in done.stdout
+
+
+def test_lint() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "lint.py"), "--tiny", "--semgrep", "", "--ast-grep", ""],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {line[:26].rstrip(): line[26:] for line in done.stdout.splitlines()}
+    assert rows["form"].split() == ["is", "one", "shardweave", "ruff"]
+    assert rows["module"].split() == ["yes", "yes", "yes"] and rows["star import"].split() == [
+        "yes",
+        "yes",
+        "-",
+    ]
+    assert rows["for type checkers only"].split() == ["wrongly"], "of ruff"
+    ours = {form: row[:19].split() for form, row in rows.items() if form not in ("form", "")}
+    assert len(ours) > 17 and all(words in (["yes", "yes"], []) for form, words in ours.items()
+                                  if not form.startswith("without")), ours  # fmt: skip
