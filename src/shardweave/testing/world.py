@@ -54,7 +54,8 @@ def run_world(
         BaseException: The first error of any rank, as it was raised, with a note that says of which. All
             other ranks get a ``TransportError`` at their next message.
         TransportTimeoutError: Nobody can go on, as each rank waits for another or has ended, which is said at
-            once; or the time is over. It names who waits for whom.
+            once, unless there are threads that ``work`` has started; or the time is over. It names who waits
+            for whom.
         TransportError: A message is not what its receiver expects, or a rule of ``strict`` is broken.
 
     Laws:
