@@ -86,14 +86,14 @@ def test_a_stretch_is_sent_and_received_in_place() -> None:
     assert torch.equal(target, WHOLE[:6])
     assert [m.data_ptr() for m in sender.messages] == [WHOLE.data_ptr(), WHOLE[6:].data_ptr()]
     assert [m.data_ptr() for m in receiver.messages] == [target.data_ptr()]
-    assert end._staging.buffer is None
+    assert end._staging.buffer is None and end._room.buffer is None
 
 
 def test_columns_are_packed_once_and_cost_their_own_bytes() -> None:
     sender, receiver, target, end = send_and_receive(from_rank_0(rows=False))
     assert torch.equal(target, WHOLE[:, :5])
     assert [m.numel() for m in sender.messages] == [12 * 5 * 4] * 2
-    assert end._staging.buffer is not None and end._staging.buffer.numel() == 2 * 12 * 5 * 4
+    assert end._room.buffer is not None and end._room.buffer.numel() == 2 * 12 * 5 * 4
     assert [m.data_ptr() for m in receiver.messages] == [target.data_ptr()], "a stretch at the destination"
 
 

@@ -6,9 +6,10 @@ a buffer that is kept, while other blocks travel. The two decide independently, 
 depends on it. Smaller blocks of a pair and dtype share messages of up to ``PACK_BYTES``, one behind the
 other without gaps; which do follows from the copies of the round, that both sides have in one order.
 
-All messages of a round are posted before any is waited for, and every rank posts those of a pair in
-the same order, so no order of ranks can make a round wait for itself. Neither the default group nor
-any other registered one is read or made.
+Every rank posts what it receives in a round before it sends, and posts the messages of a pair in the same
+order, so no order of ranks can make a round wait for itself. What is packed goes through ``ROOM_BYTES``: to
+send from the processor's cache costs less than from memory. Neither the default group nor any other
+registered one is read or made.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,10 +30,9 @@ from shardweave.move.transport import (
     aligned,
     as_bytes,
     milliseconds,
-    source_block,
-    target_block,
     wire_dtype,
 )
+from shardweave.move.views import Rounds, Views
 from shardweave.plan import Copy, Plan
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ SMALL_BYTES = 1 << 17
 
 PACK_BYTES = 1 << 20
 """The most that small blocks share a message of; larger ones were no faster, and leave less to overlap."""
+
+ROOM_BYTES = 1 << 22
+"""Room for what is packed and on its way, or as much as the largest message needs."""
 
 
 def process_group(
@@ -101,7 +105,8 @@ class CollectiveTransport:
         self.rank = ranks[group.rank()]
         # A tensor's device has a number, so that of the group gets one too.
         self.device, self.timeout_s = torch.empty(0, device=device).device, timeout_s
-        self._staging = Staging(device)
+        self._staging, self._room = Staging(device), Staging(device)
+        self._known: Rounds[_Round] = Rounds()
         self._broken = ""
         self._waits_for: Sequence[int] = ()
 
@@ -126,13 +131,17 @@ class CollectiveTransport:
                 equation=f"it broke off with {self._broken}",
                 hint="make a new group of the ranks that are left",
             )
-        messages = self._messages(plan, copies, src, dst)
+        known = self._known.of(copies, lambda: _Round.of(plan, copies, self.rank))
+        messages = known.messages(src, dst)
         sent = sum(message.num_bytes for message in messages if message.sends)
         received = sum(message.num_bytes for message in messages if not message.sends)
-        # Blocks are packed just before they are sent and unpacked once they are there, while others travel.
         peers: Sequence[int] = [message.peer for message in messages]
         try:
-            self._exchange(messages)
+            # Backends that launch on a device post a round as one operation, or their sends would block.
+            if messages and getattr(self._backend, "supports_coalescing", False):
+                self._exchange_together(messages)
+            else:
+                self._exchange(messages)
         except RuntimeError as error:
             named = named_error(
                 error, f"rank {self.rank} and rank {_short(self._waits_for or peers)}", self.timeout_s
@@ -145,57 +154,123 @@ class CollectiveTransport:
 
     def close(self) -> None:
         """See ``Transport.close``. A group that nobody else refers to ends here, and its peers are freed."""
-        self._staging.buffer = None
+        self._staging.buffer = self._room.buffer = None
+        self._known.clear()
         self._backend, self._broken = None, "close()"
 
-    def _messages(self, plan: Plan, copies: Sequence[Copy], src: Arrays, dst: Arrays) -> list[_Message]:
-        """This rank's side of the messages of a round, each in the place of its first block."""
-        messages: list[_Message] = []
-        shared: dict[tuple[int, int, torch.dtype], _Message] = {}
-        for copy in copies:
-            sends, dtype = copy.src_rank == self.rank, wire_dtype(plan, copy)
-            block = source_block(copy, src) if sends else target_block(copy, dst)
-            size = block.numel() * dtype.itemsize
-            pair = copy.src_rank, copy.dst_rank, dtype
-            message = shared.get(pair) if size < SMALL_BYTES else None
-            if message is None or message.num_bytes + size > PACK_BYTES:
-                message = _Message(copy.dst_rank if sends else copy.src_rank, sends, dtype)
-                messages.append(message)
-                if size < SMALL_BYTES:
-                    shared[pair] = message
-            message.blocks.append(block)
-            message.num_bytes += size
+    def _exchange(self, messages: Sequence[_Message]) -> None:
+        """Post what is received, then pack and post what is sent; ``_waits_for`` names the peer at hand."""
+        deadline = time.monotonic() + self.timeout_s
+        arriving = [message for message in messages if not message.sends]
+        leaving = [message for message in messages if message.sends]
+        self._stage(arriving)
+        received = [(message, self._post(message)) for message in arriving]
+        packed = [aligned(m.num_bytes) for m in leaving if not m.goes_in_place(self.device)]
+        self._room.begin(min(sum(packed), max([ROOM_BYTES, *packed])))
+        sent: list[tuple[_Message, Any]] = []
+        going: deque[tuple[range, _Message, Any]] = deque()
+        at = 0
+        for message in leaving:
+            if message.goes_in_place(self.device):
+                sent.append((message, self._post(message)))
+                continue
+            if not self._room.holds(at + aligned(message.num_bytes)):
+                at = 0
+            place = range(at, at + aligned(message.num_bytes))
+            # Around the ring, what left first is what is next in the way.
+            while any(place.start < other.stop and other.start < place.stop for other, *_ in going):
+                self._wait(*going.popleft()[1:], deadline)
+            message.stage(self._room.part(at, message.num_bytes))
+            message.pack()
+            going.append((place, message, self._post(message)))
+            at = place.stop
+        for message, work in received:
+            self._wait(message, work, deadline)
+            message.unpack()
+        for message, work in (*sent, *((message, work) for _, message, work in going)):
+            self._wait(message, work, deadline)
+        self._waits_for = []
+
+    def _exchange_together(self, messages: Sequence[_Message]) -> None:
+        """Post all messages as one operation, and wait for it."""
+        deadline = time.monotonic() + self.timeout_s
+        self._stage(messages)
+        for message in messages:
+            message.pack()
+        self._backend._start_coalescing()
+        for message in messages:
+            self._post(message)
+        self._waits_for = [message.peer for message in messages]
+        self._backend._end_coalescing().wait(milliseconds(deadline - time.monotonic()))
+        for message in messages:
+            message.unpack()
+        self._waits_for = []
+
+    def _stage(self, messages: Sequence[_Message]) -> None:
+        """Give each message that needs it a room of its own."""
         staged = [message for message in messages if not message.goes_in_place(self.device)]
         self._staging.begin(sum(aligned(message.num_bytes) for message in staged))
         for message in staged:
-            message.stage(self._staging)
-        return messages
+            message.stage(self._staging.take((message.num_bytes // message.dtype.itemsize,), message.dtype))
 
-    def _exchange(self, messages: Sequence[_Message]) -> None:
-        """Post all messages, then wait for each; ``_waits_for`` names the peers of the one at hand."""
-        backend, deadline = self._backend, time.monotonic() + self.timeout_s
-        # Backends that launch on a device post a round as one operation, or their sends would block.
-        together = bool(messages) and bool(getattr(backend, "supports_coalescing", False))
-        works = []
-        if together:
-            for message in messages:
-                message.pack()
-            backend._start_coalescing()
-        for message in messages:
-            self._waits_for = [message.peer]
-            if message.sends and not together:
-                message.pack()
-            post = backend.send if message.sends else backend.recv
-            works.append(post([message.wire], self._at[message.peer], 0))
-        if together:
-            self._waits_for = [message.peer for message in messages]
-            backend._end_coalescing().wait(milliseconds(deadline - time.monotonic()))
-        for message, work in zip(messages, works, strict=True):
-            if not together:
-                self._waits_for = [message.peer]
-                work.wait(milliseconds(deadline - time.monotonic()))
-            message.unpack()
-        self._waits_for = []
+    def _post(self, message: _Message) -> Any:
+        self._waits_for = [message.peer]
+        post = self._backend.send if message.sends else self._backend.recv
+        return post([message.wire], self._at[message.peer], 0)
+
+    def _wait(self, message: _Message, work: Any, deadline: float) -> None:
+        self._waits_for = [message.peer]
+        work.wait(milliseconds(deadline - time.monotonic()))
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Which blocks of those that a rank sends, or of those that it receives, are one message."""
+
+    peer: int
+    sends: bool
+    dtype: torch.dtype
+    num_bytes: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What follows for one rank from the copies of a round: its messages, and where their blocks are."""
+
+    sent: Views
+    received: Views
+    rows: tuple[_Blocks, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, copies: Sequence[Copy], rank: int) -> _Round:
+        """The messages of a round, each in the place of its first block."""
+        sides: dict[bool, list[Copy]] = {True: [], False: []}
+        messages: list[_Blocks] = []
+        shared: dict[tuple[int, int, torch.dtype], _Blocks] = {}
+        for copy in copies:
+            sends, dtype = copy.src_rank == rank, wire_dtype(plan, copy)
+            size = copy.dst_box.numel * dtype.itemsize
+            pair = copy.src_rank, copy.dst_rank, dtype
+            message = shared.get(pair) if size < SMALL_BYTES else None
+            if message is None or message.num_bytes + size > PACK_BYTES:
+                message = _Blocks(copy.dst_rank if sends else copy.src_rank, sends, dtype)
+                messages.append(message)
+                if size < SMALL_BYTES:
+                    shared[pair] = message
+            message.numbers.append(len(sides[sends]))
+            message.num_bytes += size
+            sides[sends].append(copy)
+        return cls(Views(sides[True], "src"), Views(sides[False], "dst"), tuple(messages))
+
+    def messages(self, src: Arrays, dst: Arrays) -> list[_Message]:
+        blocks = {True: self.sent.of(lambda _: src), False: self.received.of(lambda _: dst)}
+        return [
+            _Message(
+                row.peer, row.sends, row.dtype, row.num_bytes, [blocks[row.sends][i] for i in row.numbers]
+            )
+            for row in self.rows
+        ]
 
 
 @dataclass(slots=True)
@@ -205,8 +280,8 @@ class _Message:
     peer: int
     sends: bool
     dtype: torch.dtype
-    num_bytes: int = 0
-    blocks: list[torch.Tensor] = field(default_factory=list)
+    num_bytes: int
+    blocks: list[torch.Tensor]
     pieces: Sequence[torch.Tensor] = ()
     _wire: torch.Tensor | None = None
 
@@ -220,16 +295,16 @@ class _Message:
             and block.device == device
         )
 
-    def stage(self, staging: Staging) -> None:
-        """Take room for all blocks, one behind the other."""
-        self._wire = staging.take((self.num_bytes // self.dtype.itemsize,), self.dtype)
-        flat = self._wire.split([block.numel() for block in self.blocks])
+    def stage(self, room: torch.Tensor) -> None:
+        """Lay all blocks one behind the other in room for them."""
+        self._wire = as_bytes(room)
+        flat = room.view(self.dtype).split([block.numel() for block in self.blocks])
         self.pieces = [piece.view(block.shape) for piece, block in zip(flat, self.blocks, strict=True)]
 
     @property
     def wire(self) -> torch.Tensor:
         """The bytes that travel."""
-        return as_bytes(self.blocks[0] if self._wire is None else self._wire)
+        return as_bytes(self.blocks[0]) if self._wire is None else self._wire
 
     def pack(self) -> None:
         if self.sends:

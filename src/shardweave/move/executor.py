@@ -34,10 +34,9 @@ from shardweave.move.transport import (
     Transport,
     aligned,
     as_bytes,
-    source_block,
-    target_block,
     tensors,
 )
+from shardweave.move.views import source_block, target_block
 from shardweave.plan import Copy, Family, Plan
 
 MEMORY_BYTES = 1 << 28

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from shardweave.move.transport import Arrays, Moved, endpoint_of, pull, tensors
+from shardweave.move.transport import Arrays, Moved, Reads, endpoint_of, pull, tensors
+from shardweave.move.views import Rounds
 from shardweave.plan import Copy, Plan
 
 
@@ -26,6 +27,7 @@ class MemoryTransport:
             rank: This rank.
         """
         self.rank, self._table = rank, table
+        self._known: Rounds[Reads] = Rounds()
 
     def offer(self, arrays: Mapping[str, Any]) -> bytes:
         """See ``Transport.offer``."""
@@ -47,8 +49,10 @@ class MemoryTransport:
             rank=self.rank,
             dst=dst,
             offered=lambda rank: self._table[int(endpoint_of(endpoints, rank))],
+            known=self._known,
         )
 
     def close(self) -> None:
         """See ``Transport.close``."""
         self._table.pop(self.rank, None)
+        self._known.clear()

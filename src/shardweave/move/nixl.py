@@ -29,12 +29,10 @@ from shardweave.move.transport import (
     Staging,
     aligned,
     endpoint_of,
-    slices,
-    source_block,
-    target_block,
     tensors,
     wire_dtype,
 )
+from shardweave.move.views import slices, source_block, target_block
 from shardweave.plan import Copy, Plan
 
 if TYPE_CHECKING:

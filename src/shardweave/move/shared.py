@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardweave.errors import TransportError
-from shardweave.move.transport import Arrays, Moved, endpoint_of, pull, tensors
+from shardweave.move.transport import Arrays, Moved, Reads, endpoint_of, pull, tensors
+from shardweave.move.views import Rounds
 from shardweave.plan import Copy, Plan
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class SharedTransport:
         self.rank = rank
         self._segment: _Segment | None = None
         self._mapped: dict[int, tuple[bytes, Arrays]] = {}
+        self._known: Rounds[Reads] = Rounds()
 
     def allocate(self, like: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, torch.Tensor]:
         """Arrays that live in this rank's segment, for a publisher that wants no second copy of them.
@@ -95,7 +97,7 @@ class SharedTransport:
                 self._mapped[rank] = endpoint, _map(endpoint, rank)
             return self._mapped[rank][1]
 
-        return pull(copies, rank=self.rank, dst=dst, offered=offered)
+        return pull(copies, rank=self.rank, dst=dst, offered=offered, known=self._known)
 
     def close(self) -> None:
         """See ``Transport.close``. Readers that have mapped the segment keep what they see."""
@@ -103,6 +105,7 @@ class SharedTransport:
             self._segment.close()
         self._segment = None
         self._mapped.clear()
+        self._known.clear()
 
 
 class _Segment:

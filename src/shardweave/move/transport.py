@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardweave.errors import TransportError, TransportTimeoutError
-from shardweave.layout import Box
+from shardweave.move.views import Rounds, Views
 from shardweave.plan import Copy, Plan
 
 if TYPE_CHECKING:
@@ -108,22 +108,6 @@ def tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def source_block(copy: Copy, arrays: Arrays) -> torch.Tensor:
-    """What a copy reads, as a view whose dims are in the destination's order."""
-    block: torch.Tensor = copy.to_destination(arrays[copy.src_name][slices(copy.src_box)])
-    return block
-
-
-def target_block(copy: Copy, arrays: Arrays) -> torch.Tensor:
-    """What a copy writes, as a view."""
-    return arrays[copy.dst_name][slices(copy.dst_box)]
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index of an array."""
-    return tuple(slice(dim.start, dim.stop, dim.step) for dim in box.dims)
-
-
 def wire_dtype(plan: Plan, copy: Copy) -> torch.dtype:
     """The dtype in which a block travels: that of the source. The destination casts what arrives."""
     import torch
@@ -139,7 +123,18 @@ def as_bytes(block: torch.Tensor) -> torch.Tensor:
     return block.reshape(-1).view(torch.uint8)
 
 
-def pull(copies: Sequence[Copy], *, rank: int, dst: Arrays, offered: Callable[[int], Arrays]) -> Moved:
+Reads = tuple[Views, Views]
+"""What a rank reads in a round, and where it writes it."""
+
+
+def pull(
+    copies: Sequence[Copy],
+    *,
+    rank: int,
+    dst: Arrays,
+    offered: Callable[[int], Arrays],
+    known: Rounds[Reads],
+) -> Moved:
     """Copy what a rank receives from arrays that it can address: one pass over the bytes, no staging.
 
     Args:
@@ -147,13 +142,18 @@ def pull(copies: Sequence[Copy], *, rank: int, dst: Arrays, offered: Callable[[i
         rank: The rank that receives.
         dst: Its arrays.
         offered: The arrays that a rank offers.
+        known: Rounds that were pulled before.
     """
+
+    def make() -> Reads:
+        mine = [copy for copy in copies if copy.dst_rank == rank]
+        return Views(mine, "src"), Views(mine, "dst")
+
+    sources, targets = known.of(copies, make)
     received = 0
-    for copy in copies:
-        if copy.dst_rank == rank:
-            block = source_block(copy, offered(copy.src_rank))
-            target_block(copy, dst).copy_(block)
-            received += block.nbytes
+    for block, place in zip(sources.of(offered), targets.of(lambda _: dst), strict=True):
+        place.copy_(block)
+        received += block.nbytes
     return Moved(received=received)
 
 
@@ -200,11 +200,15 @@ class Staging:
         """A contiguous block in the room that is left."""
         import torch
 
-        assert self.buffer is not None
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        block = self.buffer[self._used : self._used + num_bytes].view(dtype).view(tuple(shape))
+        block = self.part(self._used, num_bytes).view(dtype).view(tuple(shape))
         self._used += aligned(num_bytes)
         return block
+
+    def part(self, at: int, num_bytes: int) -> torch.Tensor:
+        """Bytes at a place that the caller keeps account of."""
+        assert self.buffer is not None
+        return self.buffer[at : at + num_bytes]
 
 
 def aligned(num_bytes: int) -> int:

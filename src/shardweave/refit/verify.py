@@ -32,7 +32,8 @@ from shardweave.layout.dtype import itemsize
 from shardweave.layout.fingerprint import LANES, NOTHING, Fingerprint, total_of
 from shardweave.layout.table import Ints
 from shardweave.move import Schedule
-from shardweave.move.transport import Arrays, slices, tensors
+from shardweave.move.transport import Arrays, tensors
+from shardweave.move.views import slices
 from shardweave.plan import Copy
 from shardweave.refit.device import lanes_of
 
