@@ -2,6 +2,7 @@
 
     python examples/train_curves.py                     300 steps at each layout, half an hour on two cores
     python examples/train_curves.py --steps 30          a look
+    python examples/train_curves.py --shared            at layouts whose ranks share weights, cp folded or not
     python examples/train_curves.py --picture PATH      draws what came out
 
 A small qwen3_moe in fp32 learns the text of this project's licence, byte by byte, with `shardweave train`.
@@ -54,7 +55,7 @@ SETTINGS = {
     "loss": {"balance": 0.05},
     "optimizer": {"lr": 4e-4, "min_lr": 4e-5, "sharded": True},
 }
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, object]] = {
     "one rank": {},
     "tp 2": {"tp": 2},
     "cp 2": {"cp": 2},
@@ -69,8 +70,23 @@ LAYOUTS = {
 RESUMED = ("tp 2", "pp 2, vp 2")
 """The layout that a run begins at, and the one at which it goes on."""
 
+SHARED: dict[str, dict[str, object]] = {
+    "one rank": {},
+    "remat 2": {"remat": 2},
+    "cp 2": {"cp": 2},
+    "cp 2 folded": {"cp": 2, "fold_cp": True},
+    "cp 2, remat 2": {"cp": 2, "remat": 2},
+    "cp 2 folded, remat 2": {"cp": 2, "remat": 2, "fold_cp": True},
+    "cp 3 folded, dp 2": {"cp": 3, "dp": 2, "fold_cp": True},
+    "dp 2 (FSDP)": {"dp": 2, "weight_axes": ["dp"]},
+    "tp 2, remat 2, ep 2, eremat 2": {"tp": 2, "remat": 2, "ep": 2, "eremat": 2},
+}
+RESUMED_SHARED = ("cp 2 folded, remat 2", "dp 2 (FSDP)")
 
-def train(folder: Path, name: str, degrees: dict[str, int], steps: int, *, until: int | None = None) -> None:
+
+def train(
+    folder: Path, name: str, degrees: dict[str, object], steps: int, *, until: int | None = None
+) -> None:
     """A run, as a command; `until` ends it there, as if it had been stopped."""
     config = {
         **SETTINGS,
@@ -82,7 +98,7 @@ def train(folder: Path, name: str, degrees: dict[str, int], steps: int, *, until
     config["optimizer"] = {**SETTINGS["optimizer"], "decay_steps": steps, "warmup_steps": steps // 10}
     file = folder / f"{name}.json"
     file.write_text(json.dumps(config))
-    ranks = math.prod(degrees.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
+    ranks = math.prod(degrees.get(axis, 1) for axis in ("tp", "cp", "remat", "dp", "pp"))
     command = [sys.executable, "-m", "shardweave", "train", str(file), "--nproc", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
@@ -171,20 +187,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="One model, one text, many layouts.")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="how many of them, from the first")
+    parser.add_argument("--shared", action="store_true", help="layouts whose ranks share weights")
+    parser.add_argument("--layouts", type=int, help="how many of them, from the first")
     args = parser.parse_args()
+    layouts, resumed = (SHARED, RESUMED_SHARED) if args.shared else (LAYOUTS, RESUMED)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         (folder / "model.json").write_text(json.dumps(MODEL))
         curves = {}
-        for name, degrees in list(LAYOUTS.items())[: args.layouts]:
+        for name, degrees in list(layouts.items())[: args.layouts]:
             train(folder, name, degrees, args.steps)
             curves[name] = losses(folder, name)
             print(said(name, curves), flush=True)
-        before, after = RESUMED
+        before, after = resumed
         name = f"{before}, from the middle on {after}"
-        train(folder, name, LAYOUTS[before], args.steps, until=args.steps // 2)
-        train(folder, name, LAYOUTS[after], args.steps)
+        train(folder, name, layouts[before], args.steps, until=args.steps // 2)
+        train(folder, name, layouts[after], args.steps)
         curves[name] = losses(folder, name)
         print(said(name, curves), flush=True)
     if args.picture:
