@@ -241,7 +241,7 @@ def _rest(config: TrainConfig, evaluates: bool) -> Iterator[ConfigError]:
             f"optimizer.warmup_steps({of.warmup_steps}) > {end}",
             "shorten the warm-up, or use optimizer.schedule constant",
         )
-    for name in ("beta1", "beta2"):
+    for name in ("beta1", "beta2", "momentum"):
         if getattr(of, name) == 1:
             yield _wrong(
                 "a mean that decays forgets",

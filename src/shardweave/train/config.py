@@ -148,13 +148,23 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW with masters in float32 or wider, and its schedule.
+    """How weights are updated: masters are in float32 or wider.
 
     Attributes:
+        kind: ``adamw`` for everything; ``muon`` for the matrices of layers, and AdamW for embeddings, heads,
+            routers, norms and biases.
         lr: The highest learning rate.
         beta1: Decay of the mean of gradients.
         beta2: Decay of the mean of their squares.
         eps: What is added to the root of the second.
+        muon_lr: The highest learning rate of Muon, before it follows from the shape of a matrix; null for
+            ``lr``. Its schedule is the same.
+        momentum: Decay of Muon's momentum.
+        nesterov: Whether Muon looks a step ahead.
+        ns_steps: Steps of Newton-Schulz, by which Muon makes a matrix orthogonal.
+        ns_dtype: What they are computed in, and matrices sent in; null for the dtype of masters.
+        adjust_lr_fn: How Muon's learning rate follows from rows and columns: as large steps as AdamW's with
+            0.2 sqrt(max(rows, columns)), sqrt(max(1, rows / columns)), or sqrt(max(rows, columns)).
         weight_decay: Decay of weights; norms and biases have none.
         clip: The most that the norm of the whole gradient may be; null does not clip.
         schedule: How the learning rate goes on after the warm-up.
@@ -164,10 +174,17 @@ class OptimizerConfig:
         sharded: Whether replicas share masters and moments, each with its part.
     """
 
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
     eps: Positive = 1e-8
+    muon_lr: Positive | None = None
+    momentum: Share = 0.95
+    nesterov: bool = True
+    ns_steps: Count = 5
+    ns_dtype: Literal["bfloat16", "float32", "float64"] | None = None
+    adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
     weight_decay: Amount = 0.1
     clip: Positive | None = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

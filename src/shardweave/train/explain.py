@@ -10,12 +10,15 @@ from shardweave.layout import Mesh
 from shardweave.train.arrays import held_arrays
 from shardweave.train.checks import hf_config_of, model_of, parallel_of
 from shardweave.train.config import TrainConfig
+from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import GroupPlan
+from shardweave.train.optimizer import state_bytes
 from shardweave.train.runtime import group_plan, layout_of
 from shardweave.train.schedule import plan_pipeline, stages_of
 from shardweave.train.sequence import SequenceLayout
 from shardweave.train.step import Objective
 from shardweave.train.traffic import imbalance, traffic
+from shardweave.train.worker import settings_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -31,7 +34,7 @@ class Stage:
         layers: The layers of each stretch.
         numel: Parameters of a rank, padding included.
         weight_bytes: Their bytes.
-        optimizer_bytes: Bytes of masters and moments of a rank; where replicas share them, about.
+        optimizer_bytes: Bytes of masters and moments of its first rank.
         sent_bytes: What its first rank sends to others in a full step, about.
     """
 
@@ -106,7 +109,7 @@ def explain(config: TrainConfig) -> Explained:
     layout = layout_of(hf_config_of(config), parallel, dtype=dtype, stage_sizes=sizes, mtp=mtp)
     stretches = stages_of(model.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=sizes)
     each, found = parallel.world_size // parallel.pp, []
-    step = full_step(config)
+    step, settings = full_step(config), settings_of(config)
     sent = traffic(
         hf_config_of(config),
         parallel,
@@ -117,21 +120,18 @@ def explain(config: TrainConfig) -> Explained:
         mtp=mtp,
         stage_sizes=sizes,
         cp_method=config.parallel.attention,
+        settings=settings,
         ranks=range(0, parallel.world_size, each),
     )
-    wide = max(_BYTES[config.model.dtype], 4)
     for number, chunks in enumerate(stretches):
         held = held_arrays(layout, number * each)
         numel = sum(prod(one.shape) for one in held.values())
-        states = 0
-        for one in held.values():
-            replicas = parallel.edp if ".experts." in one.name else parallel.cp * parallel.dp
-            states += prod(one.shape) // (replicas if config.optimizer.sharded else 1)
-        per = wide * (2 if _BYTES[config.model.dtype] == wide else 3)
+        reduced = reduce_plan(layout, number * each)
+        states = state_bytes(reduced, settings, sharded=config.optimizer.sharded)
         layers = "; ".join(_stretch(chunk) for chunk in chunks)
         weights = numel * _BYTES[config.model.dtype]
         first, total = number * each, sent.total(number * each)
-        found.append(Stage(number, first, first + each - 1, layers, numel, weights, states * per, total))
+        found.append(Stage(number, first, first + each - 1, layers, numel, weights, states, total))
     kind = "interleaved" if parallel.vp > 1 else "1f1b"
     plan = plan_pipeline(kind, stages=parallel.pp, virtual=parallel.vp, microbatches=len(step))
     return Explained(

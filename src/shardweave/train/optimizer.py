@@ -362,6 +362,19 @@ def _boxes(shard: _Shard, start: int, stop: int) -> Iterator[StateBox]:
             yield StateBox(fragment.held, name, fragment.box, values)
 
 
+def state_bytes(plan: ReducePlan, settings: Settings, *, sharded: bool) -> int:
+    """The bytes of masters and other states that an optimizer of these settings has on the rank of a plan."""
+    total = 0
+    for bucket in plan.buckets:
+        dtype: torch.dtype = getattr(torch, bucket.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        start, stop = plan.own(bucket) if sharded else (0, bucket.numel)
+        for held, places, _ in bucket.slices(start, stop):
+            num_states = len(settings(held.name, held.shape).rule(held).states) + (dtype != wide)
+            total += (places.stop - places.start) * num_states * wide.itemsize
+    return total
+
+
 def adamw(values: Tensor, grad: Tensor, first: Tensor, second: Tensor, settings: AdamW, *, step: int) -> None:
     """One update in place, of flat tensors of one dtype.
 

@@ -35,6 +35,11 @@ def cosine(lr: float, *, num_steps: int, warmup: int = 0, least: float = 0.0) ->
     )
 
 
+def scaled(schedule: Schedule, factor: float) -> Schedule:
+    """A schedule that is ``factor`` times another at every update."""
+    return schedule if factor == 1 else lambda step: schedule(step) * factor
+
+
 def _warmed(lr: float, warmup: int, then: Schedule) -> Schedule:
     return lambda step: lr * step / warmup if step < warmup else then(step)
 

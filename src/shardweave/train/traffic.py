@@ -19,6 +19,7 @@ same bytes but for small sums.
 | ``pipeline`` | ``pp`` | own slots ``* H`` and a header, for each message of the plan |
 | ``gradients`` | holders | once: each bucket summed, or its parts where the state is sharded |
 | ``weights`` | holders | once, where the state is sharded: own part to each other holder |
+| ``matrices`` | ranks of a stage | once, where Muon updates them: blocks to the owner of a matrix, and back |
 | ``agreement`` | ``all``, ``replicas`` | once: what is compared, counted and reported |
 
 Where layers are computed once more, what they send forward they send once more: of ``fetch`` a read, and of
@@ -50,7 +51,9 @@ from shardweave.train.decoder import read_heads
 from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Group, GroupPlan, Ranks
 from shardweave.train.maths import Maths, maths
+from shardweave.train.matrices import plan_matrices
 from shardweave.train.mtp import with_heads
+from shardweave.train.optimizer import Settings
 from shardweave.train.parallel import Parallel
 from shardweave.train.pipeline import HEADER_WORDS
 from shardweave.train.reads import SharedSize, counts, shared_sizes, uses, whole_layout
@@ -65,7 +68,7 @@ Routed = Mapping[tuple[int, int, int], Sequence[int]]
 PARTS = (
     *("fetch", "share gradients"),
     *("embedding", "linears", "kv heads", "attention", "logprobs", "experts", "routing"),
-    *("pipeline", "gradients", "weights", "agreement"),
+    *("pipeline", "gradients", "weights", "matrices", "agreement"),
 )
 """The parts of a step that send something."""
 
@@ -128,6 +131,7 @@ def traffic(
     mtp: int = 0,
     multiple: int = 1,
     recompute: bool = False,
+    settings: Settings | None = None,
     routed: Routed | None = None,
     ranks: Iterable[int] | None = None,
 ) -> Traffic:
@@ -145,6 +149,7 @@ def traffic(
         mtp: Heads for further tokens.
         multiple: As ``build`` takes it.
         recompute: As ``build`` takes it.
+        settings: Of the optimizer; by default none that needs whole matrices.
         routed: What routers chose, for exact numbers of experts on several ``ep`` ranks.
         ranks: Of whom it is asked; all by default.
 
@@ -201,6 +206,10 @@ def traffic(
                 meter.add("gradients", over, (bucket.numel - (stop - start)) * max(4, narrow))
             meter.sum_all("gradients", ends, stop - start, max(4, narrow))
             meter.gather("weights", over, stop - start, narrow)
+        if settings is not None:
+            matrices = plan_matrices(plan, settings, sharded=sharded)
+            size = matrices.sent_bytes(rank)
+            meter.add("matrices", meter.group_around(matrices.ranks), size)
         order = sorted(meter.sent, key=lambda key: (PARTS.index(key[0]), key[1]))
         sent[rank] = {key: round(meter.sent[key]) for key in order if meter.sent[key]}
     sparse = parallel.ep > 1 and bool(step.sparse)
@@ -273,6 +282,13 @@ class _Meter:
         if ranks == (self.rank,):
             return ""
         return next(name for name, those in self.ranks.items() if those == ranks)
+
+    def group_around(self, ranks: Ranks) -> str:
+        """The smallest group that has all these ranks, as ``matrices`` finds it; none where it is alone."""
+        if ranks == (self.rank,):
+            return ""
+        fit = [name for name, those in self.ranks.items() if set(ranks) <= set(those)]
+        return min(fit, key=lambda name: len(self.ranks[name]))
 
     def add(self, part: str, group: str, size: float) -> None:
         self.sent[part, group] = self.sent.get((part, group), 0) + size

@@ -40,9 +40,10 @@ from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import connect
 from shardweave.train.launch import Place
 from shardweave.train.metrics import Log, Outcome
-from shardweave.train.optimizer import AdamW, Optimizer, decayed
+from shardweave.train.muon import Muon
+from shardweave.train.optimizer import AdamW, Optimizer, Settings, decayed, muon_for_matrices
 from shardweave.train.runtime import GRID, Runtime, build, evaluated, group_plan
-from shardweave.train.schedules import Schedule, constant, cosine, linear
+from shardweave.train.schedules import Schedule, constant, cosine, linear, scaled
 from shardweave.train.settings import plain
 from shardweave.train.step import BALANCE, MAIN, Objective, forward_backward
 from shardweave.train.step import evaluate as forward
@@ -211,14 +212,12 @@ class RankTrainer(_Evaluator):
         self._objective = Objective(
             balance=config.loss.balance, router_z=config.loss.router_z, mtp=config.loss.mtp
         )
-        self._settings = AdamW(
-            schedule_of(config), beta1=of.beta1, beta2=of.beta2, eps=of.eps, weight_decay=of.weight_decay
-        )
+        self._rate = schedule_of(config)
         self._optimizer = Optimizer(
             runtime.weights,
             plan=reduce_plan(runtime.layout, runtime.rank),
             groups=runtime.groups,
-            settings=decayed(self._settings),
+            settings=settings_of(config),
             sharded=of.sharded,
             max_norm=of.clip,
         )
@@ -238,7 +237,7 @@ class RankTrainer(_Evaluator):
             loss=found.means[MAIN],
             count=found.counts[MAIN],
             grad_norm=done.grad_norm,
-            lr=self._settings.rate(self._optimizer.count + (0 if done.ok else 1)),
+            lr=self._rate(self._optimizer.count + (0 if done.ok else 1)),
             zeros=done.num_zeros,
             balance=found.means.get(BALANCE),
             skipped=not done.ok,
@@ -297,6 +296,24 @@ def schedule_of(config: TrainConfig) -> Schedule:
     made = {"linear": linear, "cosine": cosine}[of.schedule]
     end = of.decay_steps or config.run.steps
     return made(of.lr, num_steps=end, warmup=of.warmup_steps, least=of.min_lr)
+
+
+def settings_of(config: TrainConfig) -> Settings:
+    """How each array of a run is updated."""
+    of, rate = config.optimizer, schedule_of(config)
+    adamw = AdamW(rate, beta1=of.beta1, beta2=of.beta2, eps=of.eps, weight_decay=of.weight_decay)
+    if of.kind == "adamw":
+        return decayed(adamw)
+    muon = Muon(
+        scaled(rate, (of.muon_lr or of.lr) / of.lr),
+        momentum=of.momentum,
+        nesterov=of.nesterov,
+        weight_decay=of.weight_decay,
+        ns_steps=of.ns_steps,
+        ns_dtype=of.ns_dtype,
+        adjust_lr_fn=of.adjust_lr_fn,
+    )
+    return muon_for_matrices(muon, adamw)
 
 
 def moved(batches: Sequence[Microbatch], runtime: Runtime) -> list[Microbatch]:
