@@ -32,15 +32,36 @@ from shardweave.train.checkpoint import (
     through_store,
     weights_of,
 )
+from shardweave.train.checks import hf_config_of, parallel_of
+from shardweave.train.config import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from shardweave.train.gradients import ReducePlan, check_replicas, reduce_plan
 from shardweave.train.grid import Groups, connect, plan_groups
 from shardweave.train.matrices import Matrices, MatrixPlan, plan_matrices
 from shardweave.train.muon import Muon, MuonRule, adjusted_ratio, newton_schulz
-from shardweave.train.optimizer import AdamW, Optimizer, Settings, muon_for_matrices
+from shardweave.train.optimizer import (
+    AdamW,
+    Optimizer,
+    Settings,
+    decayed,
+    muon_for_matrices,
+    state_bytes,
+)
+from shardweave.train.runtime import layout_of
 from shardweave.train.schedules import cosine
+from shardweave.train.sequence import SequenceLayout
+from shardweave.train.traffic import traffic
+from shardweave.train.worker import settings_of
 
 torch.set_num_threads(1)
 
+TINY = Path(__file__).parent.parent / "data" / "hf_qwen3moe_tiny"
 STEPS, MAX_NORM = 3, 20.0
 ADAMW = AdamW(lr=1e-2, beta1=0.8, eps=1e-6, weight_decay=0.1)
 AS_TORCH = Muon(lr=cosine(3e-2, num_steps=8, warmup=2), ns_dtype="bfloat16")
@@ -687,3 +708,44 @@ def test_a_run_goes_on_at_another_layout_with_the_same_bits(tmp_path: Path) -> N
     manifest = native.read(tmp_path / "run")
     states = {key.rpartition("/")[2] for key in manifest.tensors if "layers.1.up" in key}
     assert states == {"layers.1.up", "master", "momentum_buffer"}
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def test_settings_of_a_run_and_what_they_cost() -> None:
+    config = TrainConfig(
+        ModelConfig(str(TINY), dtype="bfloat16"),
+        DataConfig("corpus"),
+        ParallelConfig(tp=2, ep=2, dp=2),
+        BatchConfig(documents=2, sequence_length=32),
+        optimizer=OptimizerConfig(kind="muon", muon_lr=0.02, lr=0.001, momentum=0.9, warmup_steps=4),
+    )
+    choose = settings_of(config)
+    muon, adamw = choose("model.layers.0.self_attn.o_proj.weight", (4, 6)), choose("lm_head.weight", (9, 4))
+    assert isinstance(muon, Muon)
+    assert isinstance(adamw, AdamW)
+    assert (muon.rate(1), muon.rate(4), adamw.rate(4)) == (0.02 / 4, 0.02, 0.001)
+    assert (muon.momentum, muon.weight_decay, muon.adjust_lr_fn) == (0.9, 0.1, "match_rms_adamw")
+    parallel = parallel_of(config)
+    hf = hf_config_of(config)
+    layout = layout_of(hf, parallel, dtype="bfloat16")
+    given: dict[str, Any] = {"dtype": "bfloat16", "sharded": True}
+    batches = [[SequenceLayout((32,), tp=2)]] * 2
+    without = traffic(hf, parallel, batches, **given)
+    found = traffic(hf, parallel, batches, settings=choose, **given)
+    for rank in layout.mesh.ranks:
+        plan = reduce_plan(layout, rank)
+        planned = plan_matrices(plan, choose, sharded=True).sent_bytes(rank)
+        assert found.by_part(rank).get("matrices", 0) == planned
+        assert found.total(rank) - without.total(rank) == planned
+        # Masters, and of matrices the momentum only.
+        adam = state_bytes(plan, decayed(AdamW()), sharded=True)
+        matrices = sum(
+            4 * block.box.numel
+            for matrix in plan_matrices(plan, choose, sharded=True).matrices
+            for block in matrix.blocks
+            if rank in block.ranks
+        )
+        assert adam - state_bytes(plan, choose, sharded=True) == matrices
+    assert any("matrices" in found.by_part(rank) for rank in layout.mesh.ranks)
