@@ -75,7 +75,7 @@ def fix(findings: Sequence[Finding], *, root: Path, review: bool = False) -> Fix
         raise MissingPackageError(
             "rewriting code needs libcst",
             equation=str(error),
-            hint="pip install 'shardweave[lint]'",
+            hint="pip install libcst, or 'shardweave[lint]'",
         ) from None
     by_file: dict[str, list[Finding]] = {}
     for finding in findings:
