@@ -296,12 +296,16 @@ def _settings_native(
 
 def _plain(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The settings of a group without the names of its weights; pairs are tuples, as torch has them."""
-    odd = [key for key, value in group.items() if key != "params" and not torch_dcp.plain_setting(value)]
+    odd = [
+        key
+        for key, value in group.items()
+        if key != "params" and ("." in key or not torch_dcp.plain_setting(value))
+    ]
     if odd:
         raise FormatError(
             "a setting of an optimizer is a number, a text, a truth value, or a few of them",
             where=f"{where}, {odd[0]!r}",
-            equation=f"found {type(group[odd[0]]).__name__}",
+            equation=f"found {type(group[odd[0]]).__name__}" + (" in a dict" if "." in odd[0] else ""),
             hint=f"take it out of the groups of the optimizer before they are saved, or {_HINT}",
         )
     return {

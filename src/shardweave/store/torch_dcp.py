@@ -110,6 +110,9 @@ def named(manifest: Manifest, names: Collection[str]) -> Manifest:
     for key in manifest.tensors:
         if key in states:
             keys[f"optim/{states[key][1]}/{states[key][2]}"] = key
+        elif optim is not None and key.startswith(f"{optim}state."):  # of no weight of the model
+            name, _, state = key.removeprefix(f"{optim}state.").rpartition(".")
+            keys[f"optim/{name}/{state}"] = key
         elif key.startswith(model) and not (optim and key.startswith(optim)):
             keys[key.removeprefix(model)] = key
         else:
@@ -166,8 +169,10 @@ def settings(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     stored = [*manifest.records.get("objects", {}), *manifest.records["keys"].values()]
     for key in stored:
         if key.startswith(begin):
-            group, _, setting = key.removeprefix(begin).rpartition(".")
-            yield key, group, setting
+            rest = key.removeprefix(begin)
+            number, _, setting = rest.partition(".")
+            name, _, last = rest.rpartition(".")
+            yield (key, number, setting) if number.isdecimal() else (key, name, last)
 
 
 def plain_setting(value: Any) -> bool:
