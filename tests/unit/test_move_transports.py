@@ -17,6 +17,7 @@ from shardweave.errors import MissingPackageError, TransportError, TransportTime
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Sharded, Tensor, along, even, whole
 from shardweave.move import (
     CollectiveTransport,
+    MemoryTransport,
     Moved,
     NixlTransport,
     Rendezvous,
@@ -123,6 +124,108 @@ def test_small_blocks_of_a_pair_and_dtype_share_messages(monkeypatch: pytest.Mon
     assert [message.numel() for message in receiver.messages] == [240, 300, 60, 120]
     assert receiver.messages[1].data_ptr() == target["large"].data_ptr()
     assert moved == [Moved(sent=2 * 720), Moved(received=720)], "no gaps"
+
+
+def stacked(count: int) -> tuple[Plan, torch.Tensor, dict[str, torch.Tensor]]:
+    """Experts that rank 0 holds one by one; ranks 1 and 2 want half of the columns of each, stacked."""
+    expert = Tensor("expert.{expert}", (6, 10), "float32", (("expert", whole(count)),))
+    columns = along(TWO, "tp", lambda r: even(whole(10), 2, r))
+    source = BufferRule("expert.{expert}", (Part(expert),), expert.dims)
+    target = BufferRule("experts", (Part(expert),), (expert.dims[0], whole(6), columns), (0, 1, 2))
+    values = torch.randn(count, 6, 10)
+    return (
+        plan(Layout("one by one", ONE, (source,)), Layout("stacked", TWO, (target,))),
+        values,
+        {f"expert.{i}": value for i, value in enumerate(values)},
+    )
+
+
+def exchanged(moves: Plan, src: dict[str, torch.Tensor], dst: dict[str, torch.Tensor]) -> list[Backend]:
+    """The backends of rank 0, which sends, and of rank 1, which receives, after one round."""
+    wire: dict[int, list[torch.Tensor]] = {}
+    backends = [Backend(0, wire), Backend(1, wire)]
+    for backend, mine, theirs in zip(backends, (src, {}), ({}, dst), strict=True):
+        end = CollectiveTransport(group=backend, ranks=(0, 1, 2))
+        (copies,) = schedule(moves, rank=end.rank).rounds
+        end.run(moves, copies, src=mine, dst=theirs, endpoints={})
+    return backends
+
+
+def test_packed_blocks_that_become_one_stretch_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five experts of 120 bytes, at most two a message: received in place, with none of them left over."""
+    monkeypatch.setattr(collective, "SMALL_BYTES", 100)
+    monkeypatch.setattr(collective, "STRETCH_BYTES", 300)
+    moves, values, src = stacked(5)
+    target = torch.full((5, 6, 5), torch.nan)
+    sender, receiver = exchanged(moves, src, {"experts": target})
+    assert torch.equal(target, values[:, :, :5])
+    assert [message.numel() for message in receiver.messages] == [240, 240, 120]
+    assert [message.data_ptr() for message in receiver.messages] == [target[i].data_ptr() for i in (0, 2, 4)]
+    assert len(sender.messages) == 6
+
+
+def test_messages_to_several_peers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan lists all experts of rank 1 before those of rank 2; they leave side by side."""
+    monkeypatch.setattr(collective, "SMALL_BYTES", 100)
+    monkeypatch.setattr(collective, "STRETCH_BYTES", 100)
+    moves, _, src = stacked(3)
+    (copies,) = schedule(moves, rank=0).rounds
+    assert [copy.dst_rank for copy in copies] == [1, 1, 1, 2, 2, 2]
+    backend, peers = Backend(0, {}), []
+    send = backend.send
+    monkeypatch.setattr(
+        backend, "send", lambda data, peer, tag: (peers.append(peer), send(data, peer, tag))[1]
+    )
+    end = CollectiveTransport(group=backend, ranks=(0, 1, 2))
+    end.run(moves, copies, src=src, dst={}, endpoints={})
+    assert peers == [1, 2, 1, 2, 1, 2]
+
+
+def test_room_for_what_is_packed_is_used_again_once_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two messages of 128 bytes: the third waits until the first has left, and so on."""
+    monkeypatch.setattr(collective, "SMALL_BYTES", 100)
+    monkeypatch.setattr(collective, "STRETCH_BYTES", 100)
+    monkeypatch.setattr(collective, "ROOM_BYTES", 256)
+    moves, values, src = stacked(3)
+    held: list[torch.Tensor] = []
+
+    class Lazy(Backend):
+        """Reads what it sends when it is waited for, and not before."""
+
+        def send(self, data: Sequence[torch.Tensor], peer: int, tag: int) -> Backend:
+            work = Lazy(0, {})
+            work.messages = [data[0]]
+            return work
+
+        def wait(self, timeout: Any) -> None:
+            held.append(self.messages[0].clone().view(torch.float32).view(6, 5))
+
+    (copies,) = schedule(moves, rank=0).rounds
+    end = CollectiveTransport(group=Lazy(0, {}), ranks=(0, 1, 2))
+    end.run(moves, copies, src=src, dst={}, endpoints={})
+    assert end._room.buffer is not None and end._room.buffer.numel() == 256
+    wanted = [values[i][:, half] for i in range(3) for half in (slice(0, 5), slice(5, 10))]
+    assert len(held) == 6
+    assert all(torch.equal(got, want) for got, want in zip(held, wanted, strict=True))
+
+
+@pytest.mark.parametrize("change", ["nothing", "memory", "strides"])
+def test_a_round_that_was_seen_finds_its_blocks_in_what_is_there_now(change: str) -> None:
+    moves = from_rank_0(rows=False)
+    (copies,) = schedule(moves, rank=1).rounds
+    table: dict[int, dict[str, torch.Tensor]] = {}
+    source, end = MemoryTransport(table, rank=0), MemoryTransport(table, rank=1)
+    target = torch.full((12, 5), torch.nan)
+    first = WHOLE.clone()
+    source.offer({"w": first})
+    end.run(moves, copies, src={}, dst={"w": target}, endpoints={0: b"0"})
+    assert torch.equal(target, WHOLE[:, :5])
+    now = {"nothing": first, "memory": torch.empty(12, 10), "strides": torch.empty(10, 12).t()}[change]
+    now.copy_(-WHOLE)
+    source.offer({"w": now})
+    target = target.clone() if change == "memory" else target
+    end.run(moves, copies, src={}, dst={"w": target}, endpoints={0: b"0"})
+    assert torch.equal(target, -WHOLE[:, :5])
 
 
 @pytest.mark.parametrize(

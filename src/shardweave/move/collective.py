@@ -4,7 +4,8 @@ A block of ``SMALL_BYTES`` or more is one message, in the destination's dim orde
 A side whose block is contiguous in that form takes part in place; the other packs or unpacks it once, in
 a buffer that is kept, while other blocks travel. The two decide independently, as nothing on the wire
 depends on it. Smaller blocks of a pair and dtype share messages of up to ``PACK_BYTES``, one behind the
-other without gaps; which do follows from the copies of the round, that both sides have in one order.
+other without gaps; so do larger ones that the source has to pack and that come to lie one behind the other.
+Which do follows from the copies of the round, that both sides have in one order.
 
 Every rank posts what it receives in a round before it sends, and posts the messages of a pair in the same
 order, so no order of ranks can make a round wait for itself. What is packed goes through ``ROOM_BYTES``: to
@@ -17,12 +18,13 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardweave.errors import TransportError, TransportTimeoutError
+from shardweave.layout import Box
 from shardweave.move.transport import (
     Arrays,
     Moved,
@@ -45,8 +47,11 @@ SMALL_BYTES = 1 << 17
 PACK_BYTES = 1 << 20
 """The most that small blocks share a message of; larger ones were no faster, and leave less to overlap."""
 
-ROOM_BYTES = 1 << 22
+ROOM_BYTES = 1 << 23
 """Room for what is packed and on its way, or as much as the largest message needs."""
+
+STRETCH_BYTES = ROOM_BYTES // 4
+"""The most that blocks share a message of which the source packs and which are one stretch where they go."""
 
 
 def process_group(
@@ -165,13 +170,14 @@ class CollectiveTransport:
         leaving = [message for message in messages if message.sends]
         self._stage(arriving)
         received = [(message, self._post(message)) for message in arriving]
-        packed = [aligned(m.num_bytes) for m in leaving if not m.goes_in_place(self.device)]
+        staged = [not message.goes_in_place(self.device) for message in leaving]
+        packed = [aligned(m.num_bytes) for m, needs_room in zip(leaving, staged, strict=True) if needs_room]
         self._room.begin(min(sum(packed), max([ROOM_BYTES, *packed])))
         sent: list[tuple[_Message, Any]] = []
         going: deque[tuple[range, _Message, Any]] = deque()
         at = 0
-        for message in leaving:
-            if message.goes_in_place(self.device):
+        for message, needs_room in zip(leaving, staged, strict=True):
+            if not needs_room:
                 sent.append((message, self._post(message)))
                 continue
             if not self._room.holds(at + aligned(message.num_bytes)):
@@ -234,6 +240,63 @@ class _Blocks:
     numbers: list[int] = field(default_factory=list)
 
 
+class _Stretches:
+    """Where blocks lie at the destination that the source packs and that are one stretch there."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._shapes: dict[tuple[str, int, int], tuple[int, ...]] = {}
+
+    def __call__(self, copy: Copy) -> range | None:
+        """The elements that a block becomes; nothing if they are no stretch, or are one at the source."""
+        family = copy.family
+        order = [
+            [d for d, dim in zip(dims, box.dims, strict=True) if len(dim) > 1]
+            for dims, box in ((copy.src_dims, copy.src_box), (copy.dst_dims, copy.dst_box))
+        ]
+        source = _stretch(self._shape("src", family.src_rule, copy.src_rank), copy.src_box)
+        if source is not None and order[0] == order[1]:
+            return None
+        return _stretch(self._shape("dst", family.dst_rule, copy.dst_rank), copy.dst_box)
+
+    def _shape(self, side: str, rule: int, rank: int) -> tuple[int, ...]:
+        key = side, rule, rank
+        if key not in self._shapes:
+            layout = self._plan.src if side == "src" else self._plan.dst
+            buffer = layout.rules[rule].at(layout.mesh, rank)
+            assert buffer is not None  # a copy of it is planned
+            self._shapes[key] = buffer.shape
+        return self._shapes[key]
+
+
+def _stretch(shape: Sequence[int], box: Box) -> range | None:
+    """The elements of a box of an array, if they lie one behind the other.
+
+    >>> _stretch((4, 6), Box.of((1, 0), (2, 6))), _stretch((4, 6), Box.of((1, 2), (2, 3)))
+    (range(6, 18), None)
+    """
+    begin, step, count = 0, 1, 1
+    for size, dim in reversed(list(zip(shape, box.dims, strict=True))):
+        if len(dim) > 1 and (dim.step != 1 or count != step):
+            return None
+        begin, step, count = begin + dim.start * step, step * size, count * len(dim)
+    return range(begin, begin + count)
+
+
+def _in_turn(messages: Sequence[_Blocks], rank: int) -> tuple[_Blocks, ...]:
+    """Messages so ordered that no peer waits for what others get first; those of a pair keep their order.
+
+    Each comes when as many bytes have gone before it to its own peer as to others; and each rank begins with
+    another peer.
+    """
+    before: defaultdict[int, int] = defaultdict(int)
+    rows = []
+    for message in messages:
+        rows.append((before[message.peer], (message.peer - rank) % (1 << 32)))
+        before[message.peer] += message.num_bytes
+    return tuple(messages[i] for i in sorted(range(len(rows)), key=rows.__getitem__))
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     """What follows for one rank from the copies of a round: its messages, and where their blocks are."""
@@ -244,24 +307,30 @@ class _Round:
 
     @classmethod
     def of(cls, plan: Plan, copies: Sequence[Copy], rank: int) -> _Round:
-        """The messages of a round, each in the place of its first block."""
+        """The messages of a round."""
         sides: dict[bool, list[Copy]] = {True: [], False: []}
         messages: list[_Blocks] = []
-        shared: dict[tuple[int, int, torch.dtype], _Blocks] = {}
+        shared: dict[tuple[object, ...], tuple[_Blocks, int]] = {}
+        stretch = _Stretches(plan)
         for copy in copies:
             sends, dtype = copy.src_rank == rank, wire_dtype(plan, copy)
             size = copy.dst_box.numel * dtype.itemsize
-            pair = copy.src_rank, copy.dst_rank, dtype
-            message = shared.get(pair) if size < SMALL_BYTES else None
-            if message is None or message.num_bytes + size > PACK_BYTES:
+            pair: tuple[object, ...] = copy.src_rank, copy.dst_rank, dtype
+            place, most = None, PACK_BYTES
+            if size >= SMALL_BYTES:
+                place, most = stretch(copy), STRETCH_BYTES
+                pair = *pair, copy.dst_name
+            shares = size < SMALL_BYTES or place is not None
+            message, end = shared.get(pair, (None, 0)) if shares else (None, 0)
+            if message is None or message.num_bytes + size > most or (place and place.start != end):
                 message = _Blocks(copy.dst_rank if sends else copy.src_rank, sends, dtype)
                 messages.append(message)
-                if size < SMALL_BYTES:
-                    shared[pair] = message
+            if shares:
+                shared[pair] = message, place.stop if place else 0
             message.numbers.append(len(sides[sends]))
             message.num_bytes += size
             sides[sends].append(copy)
-        return cls(Views(sides[True], "src"), Views(sides[False], "dst"), tuple(messages))
+        return cls(Views(sides[True], "src"), Views(sides[False], "dst"), _in_turn(messages, rank))
 
     def messages(self, src: Arrays, dst: Arrays) -> list[_Message]:
         blocks = {True: self.sent.of(lambda _: src), False: self.received.of(lambda _: dst)}
@@ -275,7 +344,7 @@ class _Round:
 
 @dataclass(slots=True)
 class _Message:
-    """Blocks that are sent or received together: one as it lies, or any by way of ``pieces`` of ``wire``."""
+    """Blocks that are sent or received together: as they lie, or by way of ``pieces`` of ``wire``."""
 
     peer: int
     sends: bool
@@ -286,14 +355,19 @@ class _Message:
     _wire: torch.Tensor | None = None
 
     def goes_in_place(self, device: torch.device) -> bool:
-        """Whether the only block is what travels."""
-        block = self.blocks[0]
-        return (
-            len(self.blocks) == 1
-            and block.is_contiguous()
-            and block.dtype == self.dtype
-            and block.device == device
-        )
+        """Whether the blocks, as they lie, are what travels: one, or several without a gap."""
+        first, end = self.blocks[0], self.blocks[0].data_ptr()
+        for block in self.blocks:
+            if (
+                not block.is_contiguous()
+                or block.data_ptr() != end
+                or block.dtype != self.dtype
+                or block.device != device
+                or block.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            ):
+                return False
+            end += block.nbytes
+        return True
 
     def stage(self, room: torch.Tensor) -> None:
         """Lay all blocks one behind the other in room for them."""
@@ -304,7 +378,12 @@ class _Message:
     @property
     def wire(self) -> torch.Tensor:
         """The bytes that travel."""
-        return as_bytes(self.blocks[0]) if self._wire is None else self._wire
+        if self._wire is not None:
+            return self._wire
+        first = self.blocks[0]
+        if len(self.blocks) > 1:
+            first = first.as_strided((self.num_bytes // self.dtype.itemsize,), (1,))
+        return as_bytes(first)
 
     def pack(self) -> None:
         if self.sends:
