@@ -7,13 +7,16 @@ and cp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import train_matrix
+import workers
 from torch import Tensor
 from train_cells import Cell
 from train_ranks import built, fill, full_weights, parallel_of
@@ -58,11 +61,11 @@ LAYOUTS: dict[str, Cell] = {
     "G4 EG1 EP8": cell(remat=4, dp=2, ep=8, mask="empty_rank"),
     # No two degrees alike.
     "C3 D2 folded": cell(cp=3, dp=2, weight_axes=FOLDED, mask="empty_rank"),
-    "C3 D2 over dp": cell(cp=3, dp=2, weight_axes=("dp",), ep=3, mask="empty_rank", recompute=True),
-    "C3 D2 over all": cell(cp=3, dp=2, weight_axes=("remat", "cp", "dp"), ep=2, mask="empty_rank"),
+    "C3 D2 over dp": cell(cp=3, dp=2, weight_axes=("dp",), ep=2, mask="empty_rank", recompute=True),
+    "C3 D2 over all": cell(cp=3, dp=2, weight_axes=("remat", "cp", "dp"), mask="empty_rank"),
     "G2 C3 D2 folded": cell(remat=2, cp=3, dp=2, weight_axes=FOLDED, ep=2, eremat=3, mask="empty_rank"),
     "G2 C3 D2": cell(remat=2, cp=3, dp=2, ep=2, eremat=2, mask="empty_rank", recompute=True),
-    # Stages, and their two copies of nothing that is tied here.
+    # Stages of two stretches each.
     "G2 D2 P2 over remat and dp": cell(
         remat=2, dp=2, pp=2, vp=2, ep=2, weight_axes=("remat", "dp"), layers=4, mask="empty_rank"
     ),
@@ -95,6 +98,19 @@ def played(of: Cell, dtype: str, *, strict: bool = False) -> dict[int, train_mat
         return train_matrix.played(built(of, groups, config, dtype), of)
 
     return dict(enumerate(in_world(of, work, strict=strict)))
+
+
+def in_processes(
+    cells: Sequence[Cell], dtypes: Sequence[str], folder: Path, *, within_s: float
+) -> Iterator[train_matrix.Errors]:
+    """The same of real processes over gloo, which are shared by layouts of one size."""
+    (world_size,) = {of.world_size for of in cells}
+    ended = workers.run(
+        train_matrix.play, range(world_size), cells=cells, dtypes=dtypes, folder=folder, within_s=within_s
+    )
+    told = workers.values(ended)
+    for number, (of, dtype) in enumerate(itertools.product(cells, dtypes)):
+        yield train_matrix.compare(of, dtype, {rank: each[number] for rank, each in told.items()}, truth(of))
 
 
 def errors(of: Cell, dtype: str = "float64", *, strict: bool = False) -> train_matrix.Errors:
@@ -247,10 +263,3 @@ def same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     assert set(got) == set(wanted)
     wrong = [name for name, value in wanted.items() if not torch.equal(got[name], value)]
     assert not wrong, wrong
-
-
-def degrees(names: Sequence[str]) -> list[Any]:
-    """Layouts as parameters of a test."""
-    import pytest
-
-    return [pytest.param(LAYOUTS[name], id=name) for name in names]

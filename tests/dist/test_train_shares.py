@@ -1,0 +1,298 @@
+"""The decoder with weights in shares equals one process: log-probabilities, loss, gradients, norm, updates.
+
+Layouts and documents are in `share_worlds.py`, the comparison is that of `test_train_matrix.py`. Data ranks
+have uneven documents, one of them no target at all. What is exact is in `test_train_shares_exact.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import plain_decoder
+import pytest
+import torch
+import train_matrix
+from share_worlds import BOUND, FOLDED, LARGE, LAYOUTS, PAIRS, cell, errors, in_processes, in_world, truth
+from torch import Tensor
+from train_cells import Cell
+from train_ranks import (
+    CONFIG,
+    as_numpy,
+    assembled,
+    batches_of,
+    built,
+    documents_of,
+    fill,
+    full_weights,
+    parts_of,
+)
+
+from shardweave.errors import PlanError
+from shardweave.train.batch import Microbatch, local, microbatch
+from shardweave.train.gathered import Gathered
+from shardweave.train.gradients import reduce_plan, sum_gradients
+from shardweave.train.grid import Groups
+from shardweave.train.loss import Tokens, cross_entropy
+from shardweave.train.runtime import Runtime
+from shardweave.train.step import Objective, forward_backward
+
+pytestmark = pytest.mark.timeout(240)
+
+PROCESSES = {
+    4: ("T2 G2", "C2 D2 folded", "G2 EG2 EP2"),
+    6: ("C3 D2 folded", "C3 D2 over dp", "C3 D2 over all"),
+    8: ("G2 C2 D2 folded", "G4 EG1 EP8"),
+}
+IN_MEMORY = [name for name in LAYOUTS if name not in itertools.chain(*PROCESSES.values())]
+
+
+# --- against one process ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", PROCESSES)
+def test_a_layout_of_processes_equals_one(size: int, tmp_path: Path) -> None:
+    cells = [LAYOUTS[name] for name in PROCESSES[size]]
+    found = list(in_processes(cells, list(train_matrix.BOUNDS), tmp_path, within_s=200))
+    for one in found:
+        print(one)
+    for dtype, bound in train_matrix.BOUNDS.items():
+        worst = train_matrix.worst_of(found, dtype)
+        assert worst.worst[0] <= bound, f"beyond {bound:g}: {worst}"
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_layout_in_memory_equals_one_process(name: str) -> None:
+    found = errors(LAYOUTS[name])
+    print(found)
+    assert found.worst[0] <= BOUND, f"beyond {BOUND:g}: {found}"
+
+
+def test_twenty_four_ranks_equal_one_process() -> None:
+    sizes = (LARGE.tp, LARGE.cp, LARGE.ep, LARGE.remat * LARGE.cp, LARGE.eremat * LARGE.ep)
+    assert len(set(sizes)) == len(sizes)  # no two alike, so that none can stand in for another
+    found = errors(LARGE)
+    print(found)
+    assert found.worst[0] <= BOUND, f"beyond {BOUND:g}: {found}"
+
+
+def test_every_layout_has_its_pair() -> None:
+    for folded, plain in PAIRS.items():
+        of = LAYOUTS[folded]
+        assert set(of.weight_axes) == set(FOLDED) and of.cp > 1
+        assert plain not in LAYOUTS or LAYOUTS[plain].num_data == of.num_data
+
+
+# --- gradients of a step, with any loss ---------------------------------------------------------
+
+
+def gradients(
+    of: Cell, objective: Any = None, *, batches: Any = None, **more: Any
+) -> tuple[float, Mapping[str, Tensor]]:
+    """The loss and the summed gradients of a step; that replicas are alike is checked on the way."""
+    config = train_matrix.config_of(of)
+
+    def work(groups: Groups) -> tuple[float, Any]:
+        runtime = built(of, groups, config, **more)
+        fill(runtime, full_weights(config, runtime.dtype))
+        data = runtime.parallel.data_rank(runtime.rank)
+        given = batches(data) if batches else batches_of(of, data)
+        loss = forward_backward(runtime, given, objective).report.loss
+        return loss, parts_of(runtime, summed(runtime))
+
+    told = in_world(of, work)
+    assert len({loss for loss, _ in told}) == 1
+    return told[0][0], assembled({rank: parts for rank, (_, parts) in enumerate(told)})
+
+
+def summed(runtime: Runtime) -> dict[str, Tensor]:
+    own = {name: weight.grad for name, weight in runtime.weights.items()}
+    return sum_gradients(own, reduce_plan(runtime.layout, runtime.rank), runtime.groups).arrays()
+
+
+def far(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    assert set(got) == set(wanted)
+    return max(error for error, _ in train_matrix.relative(got, wanted))
+
+
+def test_a_layer_computed_once_more_has_the_same_bits() -> None:
+    """Layers are alike in shape, so that what one has fetched would fit the next."""
+    of = replace(LAYOUTS["G2 C2 folded"], method="ring")
+    (loss, once), (other, again) = (gradients(replace(of, recompute=on)) for on in (False, True))
+    assert loss == other and once.keys() == again.keys()
+    assert all(torch.equal(values, again[name]) for name, values in once.items())
+    assert all(values.any() for name, values in once.items() if "experts" not in name)
+
+
+def test_a_run_has_the_same_bits_again_and_whatever_is_fetched_ahead() -> None:
+    of = LAYOUTS["G1 EG2 EP2 C2 folded"]
+    first = gradients(of)
+    for more in ({}, {"ahead": False, "ordered": False}):
+        loss, grads = gradients(of, **more)
+        assert loss == first[0] and all(torch.equal(first[1][name], grads[name]) for name in grads)
+
+
+def test_experts_without_a_token_on_some_ranks_that_share_them() -> None:
+    """Half of the data ranks have nothing in one microbatch, the others nothing in the other."""
+    sizes = [[[0], [5, 3]], [[0], [1, 4]], [[7, 2], [0]], [[6], [0]]]
+    chance = torch.Generator().manual_seed(3)
+    documents = [
+        [
+            [torch.randint(0, CONFIG["vocab_size"], (size,), generator=chance) for size in each]
+            for each in rank
+        ]
+        for rank in sizes
+    ]
+    found = []
+    for of in (
+        cell(dp=4),
+        cell(remat=2, dp=2, ep=2, eremat=2),
+        cell(remat=2, dp=2, ep=2, weight_axes=("remat", "dp"), recompute=True),
+    ):
+        assert of.num_data == 4
+        found.append(gradients(of, batches=lambda data: [microbatch(ids) for ids in documents[data]]))
+    for loss, grads in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-14)
+        assert far(grads, found[0][1]) <= BOUND
+
+
+def silent(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """A loss that is a plain 0 where nothing counts."""
+    if not tokens.count:
+        return torch.zeros(()), tokens.count
+    return cross_entropy(tokens)
+
+
+def apart(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """A loss that depends on no weight, on any rank."""
+    return (tokens.logprobs * 0).sum(), tokens.count
+
+
+@pytest.mark.parametrize("name", ["C3 D2 over all", "G1 EG2 EP2 C2 folded"])
+def test_a_rank_whose_loss_depends_on_no_weight_adds_zeros(name: str) -> None:
+    of = LAYOUTS[name]
+    loss, grads = gradients(of, Objective(silent))
+    plain_loss, wanted = gradients(of, Objective(cross_entropy))
+    assert loss == plain_loss and all(torch.equal(grads[key], wanted[key]) for key in wanted)
+    loss, grads = gradients(of, Objective(apart))
+    assert loss == 0 and not any(values.any() for values in grads.values())
+
+
+# --- Megatron's mean of means -------------------------------------------------------------------
+
+
+def mean_of_ranks(of: Cell) -> tuple[list[list[Microbatch]], list[list[Tensor]]]:
+    """Batches whose tokens have the weights that make the objective Megatron's default: the mean over all
+    ranks and microbatches of the mean over a rank's own targets. As it is the mean over ranks, it depends on
+    how many there are and on which tokens each has.
+
+    Also the weights, for each data rank and document, as one process needs them.
+    """
+    documents, masks = documents_of(of)
+    batches, weights = [], []
+    for data in range(of.num_data):
+        given = batches_of(of, data)
+        batches.append([])
+        weights.append([])
+        for number, batch in enumerate(given):
+            numbers = torch.arange(len(batch.ids), dtype=torch.float64)
+            told = [local(replace(batch, extras={"number": numbers}), c) for c in range(of.cp)]
+            each = torch.zeros(len(batch.ids), dtype=torch.float64)
+            for part in told:
+                mine = part.extras["number"][part.mask].long()
+                each[mine] = 1 / (max(len(mine), 1) * of.num_data * of.cp * len(given))
+            batches[-1].append(replace(batch, extras={"weights": each}))
+            weights[-1] += list(each.split([len(ids) for ids in documents[data][number]]))
+        assert sum(int((each > 0).sum()) for each in weights[-1]) == sum(
+            int(mask[1:].sum()) for batch in masks[data] for mask in batch
+        )
+    return batches, weights
+
+
+@pytest.mark.parametrize("name", ["G2 C3 D2 folded", "G2 C3 D2"])
+def test_the_mean_of_the_means_of_ranks_is_a_loss_with_weights(name: str) -> None:
+    of = LAYOUTS[name]
+    config, (documents, masks) = train_matrix.config_of(of), documents_of(of)
+    batches, weights = mean_of_ranks(of)
+    count = sum(int(mask[1:].sum()) for rank in masks for batch in rank for mask in batch)
+
+    def loss(tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return -tokens.sum(tokens.logprobs * tokens["weights"]) * count, tokens.count
+
+    found, grads = gradients(of, Objective(loss), batches=batches.__getitem__)
+    w = {name: value.requires_grad_() for name, value in full_weights(config, torch.float64).items()}
+    flat = [ids for rank in documents for batch in rank for ids in batch]
+    each = [plain_decoder.forward(ids, w, config)[0] if len(ids) else ids.new_zeros(0) for ids in flat]
+    mean = -sum(
+        (logprobs * weight[1:]).sum()
+        for logprobs, weight in zip(each, itertools.chain(*weights), strict=True)
+        if len(weight)
+    )
+    mean.backward()
+    wanted = {name: torch.zeros_like(v) if v.grad is None else v.grad for name, v in w.items()}
+    assert found == pytest.approx(mean.item(), rel=BOUND)
+    assert far(grads, wanted) <= BOUND
+    # It is another objective than the mean over all tokens.
+    assert far(grads, truth(of).grads) > 0.01
+
+
+def test_a_loss_that_divides_for_itself_is_refused() -> None:
+    def mean(tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return -tokens.sum(tokens.logprobs) / tokens.count.clamp(min=1), tokens.count.clamp(max=1)
+
+    with pytest.raises(PlanError, match="losses count each target of a step once"):
+        gradients(LAYOUTS["G2 C2 folded"], Objective(mean))
+
+
+# --- a mistake ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "factor"), [("G1 EG2 EP2 C2 folded", 0.5), ("G2 EG2 EP2", 2.0)])
+def test_experts_by_the_divisor_of_dense_weights_would_be_seen(name: str, factor: float) -> None:
+    of, end = LAYOUTS[name], Gathered._end_sum
+
+    def ended(self: Gathered) -> None:
+        if self._sum is not None and ".experts." in self._sum[0]:
+            at, pending = self._sum
+            self._sum = at, replace(pending, end=lambda: pending.end() * factor)
+        end(self)
+
+    right = gradients(of)[1]
+    with patch.object(Gathered, "_end_sum", ended):
+        wrong = gradients(of)[1]
+    assert any(".experts." in key for key in right)
+    for key, values in right.items():
+        assert torch.equal(wrong[key], values * factor if ".experts." in key else values), key
+    assert far(wrong, right) == pytest.approx(abs(factor - 1))
+
+
+def test_every_rank_reads_the_whole_of_what_it_holds_a_share_of() -> None:
+    """Of the decoder on 24 ranks: each array's whole has the bits of the tensor's part that tp cuts."""
+    of = LARGE
+    config = train_matrix.config_of(of)
+    whole = full_weights(config, torch.float64)
+
+    def work(groups: Groups) -> tuple[int, int]:
+        runtime = built(of, groups, config)
+        fill(runtime, whole)
+        reading, rank = runtime.reading, runtime.rank
+        with torch.no_grad():
+            found = {name: as_numpy(reading[name]) for name in reading}
+        reading.finish()
+        at = runtime.parallel.mesh.coordinate(rank)
+        key = "model.layers.1.self_attn.q_proj.weight"
+        assert (found[key] == whole[key].chunk(2, 0)[at["tp"]].numpy()).all()
+        key = "model.layers.1.self_attn.o_proj.weight"
+        assert (found[key] == whole[key].chunk(2, 1)[at["tp"]].numpy()).all()
+        stacked = found["model.layers.1.mlp.experts.down_proj.weight"]
+        for number, expert in enumerate(stacked):
+            first = at["ep"] * 2 + number
+            assert (expert == whole[f"model.layers.1.mlp.experts.{first}.down_proj.weight"].numpy()).all()
+        return len(reading.shared), len(reading)
+
+    told = in_world(of, work, strict=True)
+    assert len(set(told)) == 1 and 0 < told[0][0] < told[0][1]
