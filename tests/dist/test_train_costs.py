@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ledger import Ledger
 from torch import Tensor
 from train_cells import Cell
 from train_ranks import CONFIG, batches_of, fill, full_weights, parallel_of, stage_sizes
@@ -23,7 +24,8 @@ from shardweave.testing.world import run_world, sent_bytes
 from shardweave.train import decoder, experts
 from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Groups
-from shardweave.train.optimizer import AdamW, Optimizer
+from shardweave.train.memory import Memory, memory
+from shardweave.train.optimizer import MASTER, AdamW, Optimizer
 from shardweave.train.parallel import Parallel
 from shardweave.train.runtime import Runtime, build, group_plan
 from shardweave.train.sequence import SequenceLayout
@@ -154,14 +156,24 @@ class Told:
     Attributes:
         sent: Bytes by the name of the group.
         unasked: Of these what it sent of weights that were fetched ahead and that nobody asked for.
+        memory: What it holds after it, and the most that was whole in it.
     """
 
     sent: dict[str, int]
     unasked: dict[str, int]
+    memory: Memory
 
 
-def play(case: Case, steps: int = 2) -> tuple[list[list[Told]], list[Routes]]:
-    """What ranks counted in some steps, and what routers chose in each."""
+@dataclass(frozen=True)
+class Played:
+    """What ranks told of a case: for each rank its steps, and for each step where tokens went."""
+
+    case: Case
+    told: list[list[Told]]
+    routes: list[Routes]
+
+
+def play(case: Case, steps: int = 2) -> Played:
     parallel, routes = parallel_of(case.cell), []
     full = full_weights(case.config, getattr(torch, case.dtype), mtp=case.mtp)
     batches = [batches_of(case.cell, data) for data in range(parallel.num_data)]
@@ -172,34 +184,49 @@ def play(case: Case, steps: int = 2) -> tuple[list[list[Told]], list[Routes]]:
         fill(runtime, full)
         optimizer = optimizer_of(case, runtime)
         found: list[Told] = []
-        before, finish = sent_bytes(groups), runtime.reading.finish
+        reading, before = runtime.reading, sent_bytes(groups)
+        finish = reading.finish
 
         def finished() -> None:
-            for _, coming in runtime.reading._coming.values():
+            for _, coming in reading._coming.values():
                 name, (share,) = coming.group.name.split(".")[1], coming.sent
                 unasked[name] = unasked.get(name, 0) + share.nbytes * (coming.group.size - 1)
             finish()
 
-        with patch.object(runtime.reading, "finish", finished):
-            for _ in range(steps):
-                unasked: dict[str, int] = {}
-                with noted(case) if turn.wait() == 0 else nullcontext() as seen:
-                    routes.extend(() if seen is None else (seen,))
-                    turn.wait()
+        for _ in range(steps):
+            unasked: dict[str, int] = {}
+            ledger = Ledger(reading)
+            with noted(case) if turn.wait() == 0 else nullcontext() as seen:
+                routes.extend(() if seen is None else (seen,))
+                turn.wait()
+                with ledger.watching(), patch.object(reading, "finish", finished):
                     forward_backward(runtime, batches[parallel.data_rank(groups.rank)], case.objective)
-                    assert optimizer.step({name: each.grad for name, each in runtime.weights.items()}).ok
-                    turn.wait()
-                for weight in runtime.weights.values():
-                    weight.grad = None
-                now = sent_bytes(groups)
-                sent = {
-                    name.split(".")[1]: now[name] - before[name] for name in now if now[name] > before[name]
-                }
-                before = now
-                found.append(Told(sent, unasked))
+                turn.wait()
+            grads = {name: weight.grad for name, weight in runtime.weights.items()}
+            assert optimizer.step(grads).ok
+            now = sent_bytes(groups)
+            sent = {name.split(".")[1]: now[name] - before[name] for name in now if now[name] > before[name]}
+            before = now
+            found.append(Told(sent, unasked, weighed(runtime, optimizer, ledger)))
+            for weight in runtime.weights.values():
+                weight.grad = None
         return found
 
-    return run_world(work, plan=group_plan(parallel), timeout_s=200), routes
+    return Played(case, run_world(work, plan=group_plan(parallel), timeout_s=200), routes)
+
+
+def weighed(runtime: Runtime, optimizer: Optimizer, ledger: Ledger) -> Memory:
+    """The bytes of all tensors that a rank has."""
+    weights = list(runtime.weights.values())
+    states = [(box.state == MASTER, box.values) for box in optimizer.states()]
+    return Memory(
+        weights=sum(each.nbytes for each in weights),
+        gradients=sum(each.grad.nbytes for each in weights if each.grad is not None),
+        masters=sum(values.nbytes for is_master, values in states if is_master),
+        moments=sum(values.nbytes for is_master, values in states if not is_master),
+        wholes=ledger.most_wholes,
+        whole_gradients=ledger.most_gradients,
+    )
 
 
 def runtime_of(case: Case, groups: Groups) -> Runtime:
@@ -225,24 +252,48 @@ def optimizer_of(case: Case, runtime: Runtime) -> Optimizer:
     )
 
 
-# --- bytes on the wire --------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=CASES)
+def played(request: pytest.FixtureRequest) -> Played:
+    return play(CASES[request.param])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_byte_of_a_step_is_in_the_formulas(name: str) -> None:
+# --- bytes --------------------------------------------------------------------------------------
+
+
+def test_every_byte_of_a_step_is_in_the_formulas(played: Played) -> None:
     """But for one weight at most that was fetched ahead for nothing, which is counted apart."""
-    case = CASES[name]
-    told, routes = play(case)
-    for step, routed in enumerate(routes):
+    case = played.case
+    for step, routed in enumerate(played.routes):
         predicted = case.predicted(routed if case.cell.ep > 1 else None)
         assert predicted.exact
-        for rank, each in enumerate(told):
-            wanted, unasked = predicted.by_group(rank), each[step].unasked
+        for rank, steps in enumerate(played.told):
+            wanted, unasked = predicted.by_group(rank), steps[step].unasked
             assert len(unasked) <= case.ahead
-            assert each[step].sent == {
+            assert steps[step].sent == {
                 group: wanted.get(group, 0) + unasked.get(group, 0) for group in {*wanted, *unasked}
-            }, f"{name}, step {step}, rank {rank}\n{predicted}"
+            }, f"{case}, step {step}, rank {rank}\n{predicted}"
             assert predicted.by_part(rank)["fetch"] > 1000
+
+
+def test_every_byte_of_memory_is_in_the_formulas(played: Played) -> None:
+    """Where layers are computed once more, a weight fetched ahead for nothing lies beside the others."""
+    case = played.case
+    given = {key: value for key, value in case.given.items() if key != "recompute"}
+    wanted = memory(
+        case.config,
+        parallel_of(case.cell),
+        sharded=case.cell.sharded,
+        trains_mtp=bool(case.objective.mtp),
+        ahead=case.ahead,
+        microbatches=3,
+        **given,
+    )
+    for rank, steps in enumerate(played.told):
+        for each in steps:
+            more = each.memory.wholes - wanted[rank].wholes
+            assert replace(each.memory, wholes=wanted[rank].wholes) == wanted[rank], f"{case}, rank {rank}"
+            assert more == 0 or (case.ahead and case.cell.recompute and 0 < more <= wanted[rank].wholes // 2)
+            assert each.memory.wholes > 1000 and each.memory.whole_gradients > 1000
 
 
 def test_cases_share_in_every_way() -> None:

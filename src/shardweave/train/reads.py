@@ -9,18 +9,24 @@ that it is theirs is what ``tests/dist/test_train_traffic.py`` counts, byte by b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+from typing import Any
 
-from shardweave.layout import Layout
+from shardweave.errors import GeometryError
+from shardweave.layout import Layout, Mesh
 from shardweave.train.arrays import held_arrays
 from shardweave.train.decoder import EMBEDDING, HEAD
 from shardweave.train.gathered import shared_weights
-from shardweave.train.grid import Group, GroupPlan
+from shardweave.train.gradients import ReducePlan, reduce_plan
+from shardweave.train.grid import Group, GroupPlan, Over
 from shardweave.train.layout import train_layout
-from shardweave.train.maths import Maths
+from shardweave.train.maths import Maths, maths
+from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
 from shardweave.train.runtime import GRID
+from shardweave.train.schedule import stages_of
 
 _OF_LAYER = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -75,42 +81,126 @@ class SharedSize:
         return self.share * self.ranks - self.whole
 
 
-def whole_layout(found: Maths, parallel: Parallel, chunks: Sequence[Sequence[Sequence[int]]]) -> Layout:
-    """What ranks would hold if none shared a weight: what they compute with."""
-    stages = [[layer for chunk in stage for layer in chunk] for stage in chunks]
-    return train_layout(found.model, parallel.mesh, stages=stages)
+@dataclass(frozen=True)
+class Planned:
+    """A model on the ranks of some degrees, before there is any.
 
-
-def shared_sizes(
-    layout: Layout, whole: Layout, parallel: Parallel, groups: GroupPlan, rank: int
-) -> dict[str, SharedSize]:
-    """The weights of a rank that lie in shares, by name.
-
-    Args:
-        layout: What ranks hold.
-        whole: The same without shares.
+    Attributes:
+        maths: What is computed.
         parallel: The degrees.
-        groups: The groups.
-        rank: The rank.
+        chunks: The layers of each stretch of each stage.
+        multiple: As ``build`` takes it.
     """
-    of: dict[tuple[str, ...], Group] = {}
-    for axes, name in ((parallel.dense_axes, "shares"), (parallel.expert_axes, "expert_shares")):
-        ranks = groups.ranks(rank, GRID, name) or (rank,)
-        of[axes] = Group(name, ranks, ranks.index(rank))
-    held, found = held_arrays(layout, rank), {}
-    for name, shared in shared_weights(layout, whole, rank, of).items():
-        shape = held[name].shape
-        rest = prod(size for d, size in enumerate(shape) if d != shared.dim)
-        lengths = shared.lengths(shape[shared.dim])
-        found[name] = SharedSize(
-            shared.group.name,
-            shared.group.size,
-            lengths[shared.group.rank] * rest,
-            prod(shape),
-            shared.size * rest,
-            lengths.count(0),
+
+    maths: Maths
+    parallel: Parallel
+    chunks: Sequence[Sequence[Sequence[int]]]
+    multiple: int = 1
+    _plans: dict[int, ReducePlan] = field(default_factory=dict, repr=False, compare=False)
+    _sizes: dict[int, dict[str, SharedSize]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return self.parallel.mesh
+
+    @cached_property
+    def groups(self) -> GroupPlan:
+        """The groups by name. Which of them need a communicator is not asked."""
+        names = self.parallel.groups.items()
+        over = {name: axes if isinstance(axes, Over) else Over(tuple(axes)) for name, axes in names}
+        return GroupPlan({GRID: self.mesh}, {GRID: over}, ())
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What ranks hold."""
+        of = self.parallel
+        return self._layout(of.dense_axes, of.expert_axes)
+
+    @cached_property
+    def whole(self) -> Layout:
+        """What they would hold if none shared a weight: what they compute with."""
+        return self._layout((), ())
+
+    def _layout(self, share: Sequence[str], share_experts: Sequence[str]) -> Layout:
+        return train_layout(
+            self.maths.model,
+            self.mesh,
+            stages=[[layer for chunk in stage for layer in chunk] for stage in self.chunks],
+            share=share,
+            share_experts=share_experts,
+            multiple=self.multiple,
         )
-    return found
+
+    def plan(self, rank: int) -> ReducePlan:
+        """How the gradients of a rank are summed, and who has its state."""
+        if rank not in self._plans:
+            self._plans[rank] = reduce_plan(self.layout, rank)
+        return self._plans[rank]
+
+    def sizes(self, rank: int) -> dict[str, SharedSize]:
+        """The weights of a rank that lie in shares, by name."""
+        if rank not in self._sizes:
+            self._sizes[rank] = self._sizes_of(rank)
+        return self._sizes[rank]
+
+    def _sizes_of(self, rank: int) -> dict[str, SharedSize]:
+        of: dict[tuple[str, ...], Group] = {}
+        named = (self.parallel.dense_axes, "shares"), (self.parallel.expert_axes, "expert_shares")
+        for axes, name in named:
+            ranks = self.groups.ranks(rank, GRID, name) or (rank,)
+            of[axes] = Group(name, ranks, ranks.index(rank))
+        held, found = held_arrays(self.layout, rank), {}
+        for name, shared in shared_weights(self.layout, self.whole, rank, of).items():
+            shape = held[name].shape
+            rest = prod(size for d, size in enumerate(shape) if d != shared.dim)
+            lengths = shared.lengths(shape[shared.dim])
+            found[name] = SharedSize(
+                shared.group.name,
+                shared.group.size,
+                lengths[shared.group.rank] * rest,
+                prod(shape),
+                shared.size * rest,
+                lengths.count(0),
+            )
+        return found
+
+    def uses(self, rank: int, *, depth: int) -> tuple[tuple[Use, ...], ...]:
+        """What a rank uses of a microbatch, see ``uses``."""
+        stage = self.mesh.coordinate(rank)["pp"]
+        return uses(
+            self.maths,
+            self.chunks[stage],
+            self.sizes(rank),
+            is_first=stage == 0,
+            is_last=stage == self.parallel.pp - 1,
+            depth=depth,
+        )
+
+
+def planned(
+    config: Mapping[str, Any],
+    parallel: Parallel,
+    *,
+    dtype: str = "",
+    stage_sizes: Sequence[int] | None = None,
+    mtp: int = 0,
+    multiple: int = 1,
+) -> Planned:
+    """A model on some degrees; arguments are those of ``build``.
+
+    Raises:
+        ModelError, GeometryError: As ``build`` raises them.
+    """
+    found = with_heads(maths(config, dtype=dtype), mtp)
+    if found.num_heads % parallel.tp:
+        raise GeometryError(
+            "every rank has an equal number of query heads",
+            equation=f"num_heads({found.num_heads}) % tp({parallel.tp}) != 0",
+            hint="choose a tp that divides them",
+        )
+    chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
+    return Planned(found, parallel, chunks, multiple)
 
 
 def uses(

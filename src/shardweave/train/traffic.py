@@ -44,21 +44,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardweave.errors import GeometryError, PlanError
+from shardweave.errors import PlanError
 from shardweave.train.attention import wire_bytes
 from shardweave.train.collectives import SMALL_BYTES
 from shardweave.train.decoder import read_heads
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Group, GroupPlan, Ranks
-from shardweave.train.maths import Maths, maths
+from shardweave.train.maths import Maths
 from shardweave.train.matrices import plan_matrices
-from shardweave.train.mtp import with_heads
 from shardweave.train.optimizer import Settings
 from shardweave.train.parallel import Parallel
 from shardweave.train.pipeline import HEADER_WORDS
-from shardweave.train.reads import SharedSize, counts, shared_sizes, uses, whole_layout
-from shardweave.train.runtime import GRID, group_plan, layout_of
-from shardweave.train.schedule import PipelinePlan, plan_pipeline, stages_of
+from shardweave.train.reads import Planned, counts, planned
+from shardweave.train.runtime import GRID
+from shardweave.train.schedule import PipelinePlan, plan_pipeline
 from shardweave.train.sequence import SequenceLayout
 from shardweave.train.step import Objective
 
@@ -173,28 +171,43 @@ def traffic(
       agreement over all: 552
       agreement over replicas: 8
     """
-    found = with_heads(maths(config, dtype=dtype), mtp)
-    if parallel.tp > 1 and found.num_heads % parallel.tp:
-        raise GeometryError(
-            "every rank has an equal number of query heads",
-            equation=f"num_heads({found.num_heads}) % tp({parallel.tp}) != 0",
-            hint="choose a tp that divides them",
-        )
-    _check(batches, parallel)
-    chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
-    layout = layout_of(config, parallel, dtype=dtype, stage_sizes=stage_sizes, mtp=mtp, multiple=multiple)
-    whole = whole_layout(found, parallel, chunks)
-    step = _Step(found, parallel, batches, objective or Objective(), cp_method, recompute, routed)
+    return traffic_of(
+        planned(config, parallel, dtype=dtype, stage_sizes=stage_sizes, mtp=mtp, multiple=multiple),
+        batches,
+        objective,
+        sharded=sharded,
+        cp_method=cp_method,
+        recompute=recompute,
+        settings=settings,
+        routed=routed,
+        ranks=ranks,
+    )
+
+
+def traffic_of(
+    model: Planned,
+    batches: Sequence[Sequence[SequenceLayout]],
+    objective: Objective | None = None,
+    *,
+    sharded: bool,
+    cp_method: str = "ring",
+    recompute: bool = False,
+    settings: Settings | None = None,
+    routed: Routed | None = None,
+    ranks: Iterable[int] | None = None,
+) -> Traffic:
+    """``traffic`` of what is planned, of which more may be asked."""
+    _check(batches, parallel := model.parallel)
+    step = _Step(model, batches, objective or Objective(), cp_method, recompute, routed)
     sent = {}
-    for rank in parallel.mesh.ranks if ranks is None else ranks:
-        meter = _Meter(step.groups, rank)
-        sizes = shared_sizes(layout, whole, parallel, step.groups, rank)
-        step.shares(meter, chunks[meter.at["pp"]], sizes)
-        step.layers(meter, [layer for chunk in chunks[meter.at["pp"]] for layer in chunk])
+    for rank in model.mesh.ranks if ranks is None else ranks:
+        meter = _Meter(model.groups, rank)
+        step.shares(meter)
+        step.layers(meter, [layer for chunk in model.chunks[meter.at["pp"]] for layer in chunk])
         step.ends(meter)
         step.stages(meter)
         step.agreement(meter)
-        for bucket in (plan := reduce_plan(layout, rank)).buckets:
+        for bucket in (plan := model.plan(rank)).buckets:
             narrow = _item(bucket.dtype)
             start, stop = plan.own(bucket)
             over, ends = meter.name_of(bucket.over), meter.name_of(bucket.ends)
@@ -315,8 +328,7 @@ class _Meter:
 class _Step:
     """The formulas of a step."""
 
-    maths: Maths
-    parallel: Parallel
+    model: Planned
     batches: Sequence[Sequence[SequenceLayout]]
     objective: Objective
     cp_method: str
@@ -327,9 +339,17 @@ class _Step:
         default_factory=dict
     )
 
-    @cached_property
+    @property
+    def maths(self) -> Maths:
+        return self.model.maths
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.model.parallel
+
+    @property
     def groups(self) -> GroupPlan:
-        return group_plan(self.parallel)
+        return self.model.groups
 
     @cached_property
     def sparse(self) -> frozenset[int]:
@@ -358,21 +378,15 @@ class _Step:
 
     def batches_of(self, rank: int) -> Sequence[SequenceLayout]:
         """The microbatches that a rank works on."""
-        return self.batches[self.parallel.data_rank(rank)]
+        at = self.model.mesh.coordinate(rank)
+        return self.batches[at["remat"] + self.parallel.remat * at["dp"]]
 
     # --- shares ---
 
-    def shares(self, meter: _Meter, chunks: Sequence[Sequence[int]], sizes: Mapping[str, SharedSize]) -> None:
+    def shares(self, meter: _Meter) -> None:
         """Weights that are fetched, and their gradients that are summed, for each microbatch."""
-        stage, microbatches = meter.at["pp"], len(self.batches[0])
-        listed = uses(
-            self.maths,
-            chunks,
-            sizes,
-            is_first=stage == 0,
-            is_last=stage == self.parallel.pp - 1,
-            depth=self.depth,
-        )
+        sizes, microbatches = self.model.sizes(meter.rank), len(self.batches[0])
+        listed = self.model.uses(meter.rank, depth=self.depth)
         for name, (fetches, sums) in counts(listed, recompute=self.recompute).items():
             of = sizes[name]
             meter.gather("fetch", of.group, microbatches * fetches * of.own, self.item)
@@ -543,4 +557,4 @@ class _Step:
         meter.sum_all("agreement", "replicas", terms + (2 if routers else 0), _INT)
         numbers = 2 * _AGREEMENT_WORDS + 3 * (terms + routers) + self.maths.num_experts
         meter.gather("agreement", "all", numbers, _INT)
-        meter.gather("agreement", meter.name_of(tuple(self.parallel.mesh.ranks)), 2, _INT)
+        meter.gather("agreement", meter.name_of(tuple(self.model.mesh.ranks)), 2, _INT)
