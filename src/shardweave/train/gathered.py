@@ -296,6 +296,9 @@ class Gathered(Mapping[str, Tensor]):
             return
         (name, pending), self._sum = self._sum, None
         total, share, dim = pending.wait(), self.shares[name], self.shared[name].dim
+        if share.grad is None and total.shape == share.shape:
+            share.grad = total
+            return
         if share.grad is None:
             share.grad = torch.zeros_like(share, dtype=total.dtype)
         share.grad.narrow(dim, 0, total.shape[dim]).add_(total)
@@ -320,7 +323,6 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *anchors: Tensor) -> Tensor:
-        ctx.anchors = [anchor.shape for anchor in anchors], output.dtype
         return output.view_as(output)
 
     @staticmethod
