@@ -19,7 +19,10 @@ from shardweave.lint.files import Source
 from shardweave.lint.many import each
 from shardweave.lint.read import read_facts
 
-__all__ = ["FileIndex", "load"]
+__all__ = ["OWN", "FileIndex", "load"]
+
+OWN = "cls()"
+"""Among words: a class that constructs itself, under no name."""
 
 _PARTS = (
     "cache",
@@ -46,8 +49,10 @@ class FileIndex:
 
     facts: Facts
     classes: list[ClassRow]
+    words: bytes
+    """Last names of what its sites use, with spaces between: most files have none of interest."""
     sites: bytes
-    """JSON in ASCII."""
+    """JSON."""
     renamed: list[tuple[str, str]]
     """Last names of values, and the other name that the file gives them."""
 
@@ -82,12 +87,12 @@ def load(sources: Sequence[Source], *, cache: Cache) -> dict[str, FileIndex]:
         rows = {source.path: fresh.get(key) or kept[key] for source in sound for key in [keys[source.path]]}
         found: dict[str, FileIndex] = {}
         for source in sound:
-            head, _, sites = rows[source.path].partition(b"\t")
+            head, words, sites = rows[source.path].split(b"\t")
             entry = json.loads(head)
             if "problem" in entry:
                 source.problem = entry["problem"]
             else:
-                found[source.path] = _index(entry, sites)
+                found[source.path] = _index(entry, words, sites)
     finally:
         if was_on:
             gc.enable()
@@ -104,7 +109,7 @@ def _own() -> str:
 
 
 def _row(source: Source) -> bytes:
-    """What a file says, as a line: its classes and names, a tab, and its sites."""
+    """What a file says, as a line with tabs: its classes and names, words of its sites, and these."""
     try:
         with warnings.catch_warnings():
             # Python warns of odd escapes in other people's texts; that is not our matter.
@@ -115,7 +120,7 @@ def _row(source: Source) -> bytes:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         problem = f"line {line}: {getattr(error, 'msg', error)}" if line else str(error)
-        return json.dumps({"problem": problem}).encode()
+        return json.dumps({"problem": problem}).encode() + b"\t\t"
     renamed = {
         (_last(value), key.rpartition(".")[2])
         for key, values in facts.exports.items()
@@ -131,18 +136,22 @@ def _row(source: Source) -> bytes:
         "classes": classes,
         "renamed": sorted(renamed),
     }
-    return "\t".join(json.dumps(part, separators=(",", ":")) for part in (head, sites)).encode()
+    lasts = {_last(value) for site in sites for value in site.values}
+    words = sorted(word for word in lasts if word.isidentifier())
+    words += [OWN] * any(site.form == "cls" for site in sites)
+    said = (json.dumps(part, separators=(",", ":")) for part in (head, sites))
+    return f"\t{' '.join(words)}\t".join(said).encode()
 
 
 def _last(value: str) -> str:
     return value.rpartition(":")[2].rpartition(".")[2]
 
 
-def _index(entry: dict[str, Any], sites: bytes) -> FileIndex:
+def _index(entry: dict[str, Any], words: bytes, sites: bytes) -> FileIndex:
     exports = {**entry["exports"], **{name: [""] for name in entry["names"]}}
     facts = Facts(exports, entry["stars"], entry["public"], entry["dynamic"], [], [], {}, {})
     classes = [_class(row) for row in entry["classes"]]
-    return FileIndex(facts, classes, sites, [(a, b) for a, b in entry["renamed"]])
+    return FileIndex(facts, classes, words, sites, [(a, b) for a, b in entry["renamed"]])
 
 
 def _class(row: Sequence[Any]) -> ClassRow:

@@ -6,7 +6,6 @@ never how many arguments there are, and never a list of names.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from shardweave.errors import ConfigError
 from shardweave.lint.binding import Bound
 from shardweave.lint.cache import Cache
-from shardweave.lint.class_cache import FileIndex, load
+from shardweave.lint.class_cache import OWN, FileIndex, load
 from shardweave.lint.class_rows import Site
 from shardweave.lint.facts import Facts
 from shardweave.lint.files import Source, find, read
@@ -185,12 +184,10 @@ class _Search:
         self.family = {id(node): node for node in below if self.hierarchy.reaches(node, init)}
         apart = [node.dotted for node in below if id(node) not in self.family]
         names = self.names({node.name for node in self.family.values()})
-        # As they stand in the JSON of sites, behind a module or another name.
-        marks = [f"{mark}{json.dumps(name)[1:]}".encode() for name in names for mark in ".:"]
-        marks.append(b'["cls"')
+        words = {name.encode() for name in (*names, OWN)}
         for source in self.sources:
             held = self.index.get(source.path)
-            if held is not None and any(mark in held.sites for mark in marks):
+            if held is not None and not words.isdisjoint(held.words.split(b" ")):
                 for site in held.decode():
                     self.site(site, source, names)
         for node in self.family.values():
