@@ -12,6 +12,12 @@ import pytest
 from cli_driver import Run
 from safetensors.numpy import load_file, save_file
 
+from shardweave.layout import Box
+from shardweave.store import torch_dist
+from shardweave.store.native_held import Held
+from shardweave.store.native_manifest import About
+from shardweave.store.native_write import Saver
+
 Checkpoint = Callable[[str], tuple[Path, Path]]
 
 
@@ -90,6 +96,41 @@ def test_dtype(sw: Run, data_dir: Path, tmp_path: Path) -> None:
     wide = load_file(src / "model.safetensors")
     for key, narrow in weights(tmp_path / "out").items():
         np.testing.assert_array_equal(narrow, wide[key].astype(np.float16))
+
+
+def test_to_torch_and_back(sw: Run, data_dir: Path, tmp_path: Path) -> None:
+    """The tied head is there under both names; the keys are those that were asked for."""
+    src = data_dir / "hf_llama_tied_tiny"
+    assert sw("convert", src, tmp_path / "dcp", "--to", "torch_dcp:model=app.model").code == 0
+    manifest = torch_dist.read(tmp_path / "dcp")
+    assert {"app.model.lm_head.weight", "app.model.model.embed_tokens.weight"} <= manifest.tensors.keys()
+    assert not manifest.records["objects"]
+    back = sw("convert", tmp_path / "dcp", tmp_path / "hf", "--to", "hf", "--json")
+    assert json.loads(back.out)["source"]["format"] == "dcp"
+    assert_same(tmp_path / "hf", src)
+    assert sw("diff", tmp_path / "dcp", src).code == 0
+
+
+def test_weights_alone(sw: Run, data_dir: Path, tmp_path: Path) -> None:
+    """A state that is there in part is refused with the way around it, which is then gone."""
+    names = load_file(data_dir / "hf_llama_tied_tiny" / "model.safetensors")
+    tensors = {f"model/{name}": values for name, values in names.items()}
+    first = next(iter(names))
+    tensors[f"optim/{first}/exp_avg"] = np.zeros_like(names[first])
+    boxes = (
+        Held(key, values.shape, "float32", Box.of((0,) * values.ndim, values.shape), values)
+        for key, values in tensors.items()
+    )
+    config = json.loads((data_dir / "hf_llama_tied_tiny" / "config.json").read_text())
+    src = Saver(tmp_path / "run", fsync=False).save(boxes, About(step=1, config=config))
+    done = sw("convert", src, tmp_path / "dcp", "--to", "dcp")
+    assert (done.code, done.out) == (1, "")
+    assert "convert the weights alone with --weights-only" in done.err
+    assert not (tmp_path / "dcp").exists()
+    plan = sw("plan", src, "--to", "dcp", "--weights-only")
+    assert plan.code == 0
+    done = sw("convert", src, tmp_path / "dcp", "--to", "dcp", "--weights-only")
+    assert done.code == 0 and f"optim/{first}/exp_avg" in done.out
 
 
 def test_options_of_the_files(sw: Run, checkpoint: Checkpoint, tmp_path: Path) -> None:
