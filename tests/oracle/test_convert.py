@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from rank_processes import run as run_ranks
 from safetensors.torch import load_file, safe_open, save_file
 
 from shardweave.convert import Geometry, Report, convert, prepare
 from shardweave.errors import DtypeError, GeometryError
 from shardweave.models import from_config
 
-SCRIPT = str(Path(__file__).with_name("megatron_cpu.py"))
+SCRIPT = Path(__file__).with_name("megatron_cpu.py")
 DATA = Path(__file__).parents[1] / "data"
 Tensors = Mapping[str, torch.Tensor]
 
@@ -187,22 +184,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (fixture, geometry, asked) in LOADS.items():
         run(truth_of(fixture), out / name, to="megatron", geometry=geometry)
         cases.append({"name": name, "kind": fixture.split("_")[1], "checkpoint": str(out / name), **asked})
-    (out / "cases.json").write_text(json.dumps(cases))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = []
-    for rank in range(4):
-        args = [sys.executable, SCRIPT, rank, 4, out / "store", out / "cases.json", out]
-        with (out / f"rank{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(list(map(str, args)), env=env, stdout=log, stderr=log))
-    deadline = time.monotonic() + 240
-    try:
-        for rank, process in enumerate(ranks):
-            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
-            assert code == 0, f"rank {rank}: {(out / f'rank{rank}.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    run_ranks(SCRIPT, cases, out, world_size=4, limit_s=240, preload="megatron.core")
     return out
 
 

@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {"name": f"{name} tp{tp}", "kind": kind, "tp": tp, "config": config(name),
                  "input": f"{name}.safetensors", "prefix": prefix}
             )  # fmt: skip
-    run(SCRIPT, cases, at, world_size=2, limit_s=200)
+    run(SCRIPT, cases, at, world_size=2, limit_s=200, preload="megatron.core")
     return at
 
 

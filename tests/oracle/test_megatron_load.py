@@ -142,7 +142,7 @@ def loaded(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         {**base, "name": "vocab 208", "checkpoint": str(written["gqa"]), "vocab": 208},
         {**base, "name": "vocab 176", "checkpoint": str(written["gqa"]), "vocab": 176},
     ]
-    run(SCRIPT, cases, out, world_size=4, limit_s=240)
+    run(SCRIPT, cases, out, world_size=4, limit_s=240, preload="megatron.core")
     return out
 
 

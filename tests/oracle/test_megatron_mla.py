@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             case["save"] = str(at / f"{case['name']} saved")
         if case["name"] in ("further tp1", "plain tp2"):
             case["tokens"] = TOKENS
-    run(SCRIPT, cases, at, world_size=4, limit_s=360)
+    run(SCRIPT, cases, at, world_size=4, limit_s=360, preload="megatron.core")
     return at
 
 

@@ -78,6 +78,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         world_size=WORLD_SIZE,
         limit_s=200,
+        preload="megatron.core",
     )
     return folder
 

@@ -128,7 +128,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 def trained(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     """Every case by Megatron."""
     out = tmp_path_factory.mktemp("trained")
-    run(SCRIPT, list(cases.values()), out, world_size=4, limit_s=240)
+    run(SCRIPT, list(cases.values()), out, world_size=4, limit_s=240, preload="megatron.core")
     return {name: read(case, out) for name, case in cases.items()}
 
 

@@ -72,7 +72,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 def out(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where Megatron's gradients are."""
     folder = tmp_path_factory.mktemp("out")
-    run(SCRIPT, list(cases.values()), folder, world_size=1, limit_s=240)
+    run(SCRIPT, list(cases.values()), folder, world_size=1, limit_s=240, preload="megatron.core")
     return folder
 
 
