@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,7 +38,12 @@ def run(
     args = map(str, (__file__, preload, script, world_size, folder))
     with (folder / "ranks.log").open("w") as log:
         parent = subprocess.Popen(
-            [sys.executable, *args], env=env, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *args],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         code = parent.wait(timeout=limit_s)
@@ -45,6 +51,7 @@ def run(
         if parent.poll() is None:
             os.killpg(parent.pid, signal.SIGKILL)
             parent.wait()
+        parent.stdin.close()  # type: ignore[union-attr]
     logs = [path for path in (folder / "ranks.log", folder / f"rank{code - 1}.log") if path.exists()]
     assert code == 0, f"rank {code - 1}: {''.join(path.read_text()[-4000:] for path in logs)}"
 
@@ -57,6 +64,7 @@ def _fork(script: str, world_size: int, folder: Path) -> int:
         if not pid:
             _become(script, rank, world_size, folder)
         ranks[pid] = rank
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     while ranks:
         pid, status = os.wait()
         rank = ranks.pop(pid)
@@ -65,6 +73,11 @@ def _fork(script: str, world_size: int, folder: Path) -> int:
                 os.kill(other, signal.SIGKILL)
             return rank + 1
     return 0
+
+
+def _end_with_the_tests() -> None:
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _become(script: str, rank: int, world_size: int, folder: Path) -> None:
