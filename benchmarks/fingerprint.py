@@ -5,8 +5,9 @@
     python benchmarks/fingerprint.py --tiny        1 MiB, a second in all
 
 The best of several rounds, each of which runs every line once, so that a busy machine troubles all alike: in
-bytes of content a second of processor time (of wall time with several threads). Three lines say what can be
-had: reading the bytes, the integer product alone over them, and over a part that stays in the cache. xxh3
+bytes of content a second of processor time (of wall time with several threads). Four lines say what can be
+had: reading the bytes, the integer product alone over them, with a quarter of the lanes, and over a part that
+stays in the cache. xxh3
 sees the same changes, and does not add up over boxes: a part that was read cannot be checked against a whole.
 
 Last, what ``verify.sums`` takes for thousands of small copies, beyond what their bytes take.
@@ -69,12 +70,14 @@ def cases(words: torch.Tensor, columns: int) -> dict[str, Run]:
     numbers = torch.from_numpy(places(0))
     blocks = words.view(torch.int8).view(-1, SEGMENT).split(256)
     sums = torch.empty((256, LANES), dtype=torch.int32)
+    few, few_sums = numbers[:, :4].contiguous(), torch.empty((256, 4), dtype=torch.int32)
     found: dict[str, Run] = {
         "torch copy_": lambda: target.copy_(words),
         "np.copyto": lambda: np.copyto(target.numpy(), words.numpy()),
         "xxh3_128": lambda: xxhash.xxh3_128_digest(words.numpy()),
         "reading": words.sum,
         "the product": lambda: [torch._int_mm(block, numbers, out=sums) for block in blocks],
+        "the product, 4 lanes": lambda: [torch._int_mm(block, few, out=few_sums) for block in blocks],
         "the product in cache": lambda: [torch._int_mm(blocks[0], numbers, out=sums) for _ in blocks],
     }
     for size, dtype in ((1, torch.uint8), (2, torch.int16), (4, torch.int32), (8, torch.int64)):

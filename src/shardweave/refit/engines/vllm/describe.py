@@ -22,7 +22,11 @@ def model_of(config: Any) -> Model:
             a family that is unknown, or a head that the checkpoint untied.
     """
     model = config.model_config
-    _refuse(model.quantization is not None, f"quantization({model.quantization!r})", "serve it unquantised")
+    _refuse(
+        model.quantization is not None,
+        f"quantization({model.quantization!r})",
+        "serve in the trainer's dtype, and quantise the checkpoint that is kept (docs/refit-vllm.md)",
+    )
     _refuse(config.lora_config is not None, "lora_config is set", "adapters wrap modules; serve without them")
     _refuse(
         model.word_embeddings_untied_by_checkpoint,
