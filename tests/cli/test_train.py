@@ -204,7 +204,10 @@ def test_explain(sw: Run, run_file: Callable[..., Path], golden: Callable[..., N
     assert (done.code, done.err) == (0, "")
     golden("train_explain", done.out, tmp=tmp_path)
     found = json.loads(sw("train", run_file(), *given, "--explain", "--json").out)
-    assert (found["ranks"], found["mesh"]) == (16, "tp=2,cp=1,dp=4,pp=2 | etp=1,ep=4,edp=2,pp=2")
+    assert (found["ranks"], found["mesh"]) == (
+        16,
+        "tp=2,cp=1,remat=1,dp=4,pp=2 | etp=1,ep=4,eremat=1,edp=2,pp=2",
+    )
     assert found["groups"]["ends"][0] == [0, 8]
     # Of a stage: embedding or head and final norm, and its layer, written out.
     attention = 2 * (64 * 64) // 2 + 2 * (32 * 64) // 2 + 2 * 16
@@ -213,31 +216,77 @@ def test_explain(sw: Run, run_file: Callable[..., Path], golden: Callable[..., N
         260 // 2 * 64 + layer,
         260 // 2 * 64 + 64 + layer,
     ]
-    assert [stage["weight_bytes"] for stage in found["stages"]] == [
-        8 * s["parameters"] for s in found["stages"]
-    ]
+    for stage in found["stages"]:
+        size = 8 * stage["parameters"]  # replicas, float64, no masters
+        assert (stage["weight_bytes"], stage["optimizer_bytes"]) == (size, 2 * size)
+        assert stage["memory"] == {
+            "weights": size,
+            "gradients": size,
+            "masters": 0,
+            "moments": 2 * size,
+            "wholes": 0,
+            "whole_gradients": 0,
+            "kept": 4 * size,
+            "total": 4 * size,
+        }
+        assert stage["sent_bytes"] == sum(stage["sent"].values())
     # Two microbatches through two stages; the first stage sends the embedding's sums, the last one logits.
     assert (round(found["bubble"], 12), found["imbalance"]) == (round(1 / 3, 12), 1.0)
     sent = [stage["sent_bytes"] for stage in found["stages"]]
     assert 0 < sent[0] < sent[1]
 
 
+SHARED = (
+    "--nproc",
+    "32",
+    "--parallel.tp=2",
+    "--parallel.cp=2",
+    "--parallel.fold_cp=true",
+    "--parallel.remat=2",
+)
+SHARED += ("--parallel.pp=2", "--parallel.ep=4", "--parallel.weight_multiple=16", "--batch.documents=8")
+
+
+def test_explain_weights_in_shares(
+    sw: Run, run_file: Callable[..., Path], golden: Callable[..., None], tmp_path: Path
+) -> None:
+    file = run_file(model={"dtype": "bfloat16", "recompute": True}, optimizer={"sharded": True})
+    done = sw("train", file, *SHARED, "--explain")
+    assert (done.code, done.err) == (0, "")
+    assert max(map(len, done.out.splitlines())) <= 100
+    golden("train_explain_shares", done.out, tmp=tmp_path)
+    found = json.loads(sw("train", file, *SHARED, "--explain", "--json").out)
+    weights = {each["name"]: each for each in found["weights"]}
+    # 64 rows, 32 after tp, in four shares of 16: two of them have none of the model.
+    q = weights["model.layers.*.self_attn.q_proj.weight"]
+    assert (q["whole"], q["shape"]) == ([64, 64], [16, 64])
+    assert (q["cut"], q["shared"], q["copies"]) == (["tp"], ["cp", "remat"], ["dp"])
+    assert (q["filled"], q["empty"], q["ranks"]) == (64 * 64, 2, 4)
+    gate = weights["model.layers.*.mlp.experts.gate_proj.weight"]
+    assert (gate["whole"], gate["shape"]) == ([8, 40, 64], [2, 40, 64])
+    assert (gate["cut"], gate["shared"], gate["copies"], gate["empty"]) == (["ep"], [], ["edp"], 0)
+    assert weights["model.norm.weight"]["copies"] == ["tp", "cp", "remat", "dp"]
+    assert "2 of 4 ranks that share model.layers.*.self_attn.q_proj.weight" in " ".join(found["warnings"])
+    by_name = {each["name"]: each for each in found["schemes"]}
+    assert [each["name"] for each in found["schemes"] if each["is_this"]] == ["remat and cp"]
+    this, stage = by_name["remat and cp"], max(found["stages"], key=lambda stage: stage["memory"]["total"])
+    assert (this["memory"], this["sent_bytes"]) == (stage["memory"], stage["sent_bytes"])
+    kept = {name: each["memory"]["weights"] + each["memory"]["gradients"] for name, each in by_name.items()}
+    assert kept["dp and cp (FSDP)"] < kept["dp (FSDP)"] < kept["replicas (ZeRO-1)"] == kept["replicas (DP)"]
+    states = {name: each["memory"]["masters"] + each["memory"]["moments"] for name, each in by_name.items()}
+    assert states["replicas (ZeRO-1)"] < states["remat (HSDP)"] < states["replicas (DP)"]
+    assert by_name["replicas (DP)"]["memory"]["wholes"] == 0 < this["memory"]["wholes"]
+
+
 def test_explain_of_a_large_world_starts_nothing(sw: Run, run_file: Callable[..., Path]) -> None:
-    given = (
-        "--nproc",
-        "1024",
-        "--parallel.tp",
-        "2",
-        "--parallel.cp=4",
-        "--parallel.ep",
-        "8",
-        "--batch.documents",
-        "128",
-    )
+    given = ("--nproc", "16384", "--parallel.tp=2", "--parallel.cp=4", "--parallel.fold_cp=true")
+    given += ("--parallel.remat=4", "--parallel.ep=8", "--batch.documents=4096")
     begin = time.monotonic()
     done = sw("train", run_file(), *given, "--explain")
-    assert done.code == 0 and "1024 ranks" in done.out
-    assert time.monotonic() - begin < 20
+    assert (
+        done.code == 0 and "16384 ranks" in done.out and "dense weights over cp, remat: 16 ranks" in done.out
+    )
+    assert time.monotonic() - begin < 60
 
 
 def test_keys(sw: Run) -> None:

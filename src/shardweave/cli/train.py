@@ -15,16 +15,13 @@ from shardweave.cli import options
 from shardweave.cli.common import (
     STOPPED,
     exit_code,
-    format_bytes,
     parse_count,
-    plural,
     print_block,
     print_error,
     print_facts,
     print_finding,
     print_json,
     stderr,
-    stdout,
     table,
 )
 from shardweave.errors import GeometryError, ShardweaveError, TransportError
@@ -324,40 +321,11 @@ def _print_keys() -> None:
 
 
 def _explain(config: TrainConfig, *, as_json: bool) -> None:
+    from shardweave.cli.explained import print_explained
     from shardweave.train.explain import explain
 
     found = explain(config)
     if as_json:
         print_json(found.plain())
-        return
-    print_facts(
-        {
-            "model": f"{found.family}, {plural(found.numel, 'parameter')}, {config.model.dtype}",
-            "ranks": f"{found.mesh.size}",
-            "mesh": str(found.mesh),
-            "step": f"{plural(config.batch.documents, 'document')} of at most "
-            f"{plural(config.batch.sequence_length, 'token')}, {found.microbatches}",
-            "full step": f"stages wait {found.bubble:.1%} of the time; attention on the busiest context rank "
-            f"is {found.imbalance:.2f} of the mean",
-        }
-    )
-    console = stdout()
-    console.print()
-    console.print(str(found.groups), markup=False, soft_wrap=True)
-    console.print()
-    shown = table(
-        ">stage", ">ranks", "layers", ">parameters a rank", ">weights", ">optimizer", ">sent a step"
-    )
-    for stage in found.stages:
-        shown.add_row(
-            str(stage.number),
-            f"{stage.first_rank}-{stage.last_rank}"
-            if stage.last_rank > stage.first_rank
-            else str(stage.first_rank),
-            stage.layers,
-            f"{stage.numel:,}",
-            format_bytes(stage.weight_bytes),
-            format_bytes(stage.optimizer_bytes),
-            format_bytes(stage.sent_bytes),
-        )
-    print_block(shown)
+    else:
+        print_explained(found, config)
