@@ -228,6 +228,16 @@ def test_what_torch_saved_is_loaded_at_any_layout(
     for degrees in DEGREES[name]:
         assert_same_bits(loaded(converted[name], CONFIGS[name], Parallel(**degrees)), truth)
     assert check(converted[name]).whole
+    # Weights alone are read from where torch put them.
+    layout = layout_of(CONFIGS[name], Parallel(tp=2))
+    arrays = {
+        key: torch.full(buffer.shape, torch.nan, dtype=torch.float64)
+        for key, (buffer, _) in layout.arrays(1).items()
+    }
+    load_weights(saved_by_torch / name, layout=layout, rank=1, arrays=arrays, config=CONFIGS[name])
+    for one in weights_of(layout, 1, arrays):
+        at = tuple(slice(r.start, r.stop) for r in one.box.dims)
+        assert torch.equal(one.values, truth[one.key.removeprefix("model/")][at]), one.key
 
 
 def test_a_run_goes_on_from_what_torch_saved(

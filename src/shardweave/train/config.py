@@ -23,8 +23,8 @@ class ModelConfig:
 
     Attributes:
         path: The model's Hugging Face ``config.json``, or the folder that holds it.
-        weights: A checkpoint that its weights are read from, of Hugging Face, Megatron or this runtime; null
-            draws them from ``run.seed``.
+        weights: A checkpoint that its weights are read from, of Hugging Face, Megatron, FSDP or this runtime;
+            null draws them from ``run.seed``.
         dtype: The dtype of parameters and activations.
         dropout: The share of what each block adds that is dropped in training.
         mtp: Heads for further tokens, beside what the config says; a checkpoint without them cannot begin one
