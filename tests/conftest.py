@@ -46,14 +46,7 @@ if sys.platform == "linux":  # there are no wheels for other systems
 COST = ("unit", "laws", "docs", "cli", "hostile", "cases", "oracle", "dist", "e2e")
 # Folders and files that want the machine for themselves: they start many ranks, kill them, or measure time.
 # They come last, and with `-n` they run one by one when the rest is done.
-ALONE = (
-    "tests/dist/",
-    "tests/e2e/",
-    "tests/cli/test_train.py",
-    "tests/hostile/test_convert_kill.py",
-    "tests/oracle/test_vllm_refit.py",
-    "tests/unit/test_refit_meeting.py",
-)
+ALONE = ("tests/dist/", "tests/e2e/", "tests/oracle/test_vllm_refit.py")
 
 
 def is_importable(module: str) -> bool:
