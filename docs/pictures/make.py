@@ -204,7 +204,10 @@ def weight_shares() -> str:
     ]
     title = "28 rows of up_proj on 8 ranks, tp 2, cp 2, remat 2"
     note = "What a rank stores. While a layer is computed, its ranks gather what the first picture shows."
-    return page(title, below([heading(title, note=note), *(bars(one, gutter=200) for one in found), svg.legend(found)]))
+    return page(
+        title,
+        below([heading(title, note=note), *(bars(one, gutter=200) for one in found), svg.legend(found)]),
+    )
 
 
 def experts() -> str:
