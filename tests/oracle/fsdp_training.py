@@ -2,19 +2,14 @@
 
 A case trains from its own weights and saves after some steps, or loads into a model of other weights. Either
 way it writes all of its state, gathered, and makes one step more.
-
-Run as ``python fsdp_training.py 0 1 STORE CASES OUT``. It forks as many ranks as the cases say, so that
-transformers is imported once.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,8 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from forked import fork
-from rank_processes import Case
+from rank_processes import Case, play_all
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -128,18 +122,6 @@ def play(case: Case, out: Path, rank: int) -> None:
         (out / f"{case['name']}.json").write_text(json.dumps({"losses": losses, "groups": groups}))
 
 
-def be_rank(rank: int, world_size: int, store: str, cases: list[Case], out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
-    for case in cases:
-        play(case, out, rank)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    read = json.loads(Path(sys.argv[4]).read_text())
-    fork(be_rank, read[0]["ranks"], read[0]["ranks"], sys.argv[3], read, Path(sys.argv[5]))
+    torch.set_num_threads(1)
+    play_all(play)

@@ -36,7 +36,8 @@ pytestmark = [
     pytest.mark.peer("transformers"), pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300),
 ]  # fmt: skip
 
-SCRIPT = Path(__file__).with_name("fsdp_training.py")
+TORCH, RUNS = (Path(__file__).with_name(name) for name in ("fsdp_training.py", "train_runs.py"))
+MODELS = "transformers.modeling_utils"
 EXACT = 1e-12
 STEPS, DOCUMENTS, LENGTH = 3, 12, 10
 
@@ -101,8 +102,8 @@ def train(place: Path, files: Mapping[str, Path]) -> dict[str, list[float]]:
     """Runs of four ranks from their settings; the loss of each step."""
     out = place / f"runs {len(list(place.glob('runs *')))}"
     out.mkdir()
-    cases = [{"run": str(file), "ranks": 4} for file in files.values()]
-    run(Path(__file__).with_name("train_runs.py"), cases, out, world_size=1, limit_s=200)
+    cases = [{"run": str(file)} for file in files.values()]
+    run(RUNS, cases, out, world_size=4, limit_s=200, preload="shardweave.train.worker")
     found = {}
     for name, file in files.items():
         lines = map(json.loads, (file.parent / "log.jsonl").read_text().splitlines())
@@ -194,14 +195,14 @@ def saved_by_torch(place: Path) -> Path:
         "tied": {"nested": True},
         "moe": {"flat": True},
     }
-    cases = [case(place, name, ranks=4, save=str(out / name), **more[name]) for name in CONFIGS]
-    run(SCRIPT, cases, out, world_size=1, limit_s=200)
+    cases = [case(place, name, save=str(out / name), **more[name]) for name in CONFIGS]
+    run(TORCH, cases, out, world_size=4, limit_s=200, preload=MODELS)
     return out
 
 
-DEGREES = {
+DEGREES: dict[str, list[dict[str, Any]]] = {
     "llama": [{"tp": 2, "dp": 2}, {"pp": 2, "cp": 2}],
-    "tied": [{"tp": 2, "pp": 2}],
+    "tied": [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 3, "weight_axes": ("dp",)}],
     "moe": [{"tp": 2, "cp": 2, "ep": 2}],
 }
 TRAINED = [("llama", 0), ("llama", 1), ("moe", 0)]
@@ -277,8 +278,8 @@ def test_torch_goes_on_from_what_a_run_saved(place: Path) -> None:
         convert(prepare(step, to="dcp", keys=keys, settings=settings_of), out / name, fsync=False)
         assert not (out / name / "metadata.json").exists()
         own = [keys.model, keys.optim]
-        cases.append(case(place, name, ranks=3, load=str(out / name), keys=own, flat=keys.flat))
-    run(SCRIPT, cases, out, world_size=1, limit_s=200)
+        cases.append(case(place, name, load=str(out / name), keys=own, flat=keys.flat))
+    run(TORCH, cases, out, world_size=3, limit_s=200, preload=MODELS)
     for name in FROM:
         held = load_file(out / f"{name}.saved.safetensors")
         assert {float(one) for key, one in held.items() if key.endswith("/step")} == {float(STEPS)}
