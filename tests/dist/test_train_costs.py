@@ -299,7 +299,7 @@ def test_every_byte_of_memory_is_in_the_formulas(played: Played) -> None:
 def test_cases_share_in_every_way() -> None:
     found = [case.predicted() for case in CASES.values()]
     keys = {key for each in found for sent in each.sent.values() for key in sent}
-    assert {part for part, _ in keys} == set(PARTS)
+    assert {part for part, _ in keys} == set(PARTS) - {"matrices"}  # of Muon, which test_train_traffic.py has
     assert {(part, name) for part in PARTS[:2] for name in ("shares", "expert_shares")} <= keys
 
 

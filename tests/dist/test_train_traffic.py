@@ -27,7 +27,8 @@ from shardweave.train.config import TrainConfig
 from shardweave.train.data import Loader, Parts
 from shardweave.train.explain import full_step
 from shardweave.train.gradients import reduce_plan
-from shardweave.train.optimizer import AdamW, Optimizer
+from shardweave.train.muon import Muon
+from shardweave.train.optimizer import AdamW, Optimizer, muon_for_matrices
 from shardweave.train.parallel import Parallel
 from shardweave.train.pipeline import _Mail, _Stage
 from shardweave.train.routing import Choices
@@ -66,6 +67,7 @@ class Case:
             stage_sizes=stage_sizes(self.cell, self.config["num_hidden_layers"]),
             cp_method=self.cell.method,
             mtp=self.mtp,
+            settings=SETTINGS,
             routed=routed,
         )
 
@@ -76,6 +78,7 @@ def cell(**given: Any) -> Cell:
     return Cell(**{**one, **kind, **given})
 
 
+SETTINGS = muon_for_matrices(Muon(ns_dtype="bfloat16"), AdamW())
 PLAIN, ALL = Objective(), Objective(balance=0.02, router_z=0.01, entropy=True)
 ONE_KV_HEAD = {**CONFIG, "num_key_value_heads": 1}
 TIED = {**CONFIG, "tie_word_embeddings": True}
@@ -203,7 +206,7 @@ def play(rank: int, *, names: list[str], folder: Path, wasteful: bool = False) -
             runtime.weights,
             plan=reduce_plan(runtime.layout, rank),
             groups=runtime.groups,
-            settings=AdamW(),
+            settings=SETTINGS,
             sharded=case.cell.sharded,
             max_norm=1.0,
         )
