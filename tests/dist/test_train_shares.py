@@ -182,6 +182,75 @@ def test_a_rank_whose_loss_depends_on_no_weight_adds_zeros(name: str) -> None:
     assert loss == 0 and not any(values.any() for values in grads.values())
 
 
+# --- heads for further tokens -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "of",
+    [
+        replace(LAYOUTS["C3 D2 over all"], recompute=True),
+        cell(remat=2, cp=2, pp=2, weight_axes=FOLDED, mask="empty_rank"),
+    ],
+    ids=str,
+)
+def test_the_output_head_is_read_by_every_head_for_further_tokens(of: Cell, tied: bool) -> None:
+    """Three uses of one weight, or five where it is the embedding too, on two stages where there are two."""
+    config = {**train_matrix.config_of(of), "tie_word_embeddings": tied}
+
+    def work(groups: Groups) -> tuple[float, Any]:
+        runtime = built(of, groups, config, mtp=2)
+        fill(runtime, full_weights(config, runtime.dtype, mtp=2))
+        batches = batches_of(of, runtime.parallel.data_rank(runtime.rank))
+        loss = forward_backward(runtime, batches, Objective(mtp=0.3)).report.loss
+        return loss, parts_of(runtime, summed(runtime))
+
+    told = in_world(of, work, strict=True)
+    w = {name: v.requires_grad_() for name, v in full_weights(config, torch.float64, mtp=2).items()}
+    documents, masks = documents_of(of)
+    flat, kept = (
+        [each for rank in of_ranks for batch in rank for each in batch] for of_ranks in (documents, masks)
+    )
+    loss, _ = plain_decoder.objective(flat, kept, w, config, mtp_weight=0.3)
+    loss.backward()
+    wanted = {name: torch.zeros_like(v) if v.grad is None else v.grad for name, v in w.items()}
+    assert told[0][0] == pytest.approx(loss.item(), rel=BOUND)
+    assert far(assembled({rank: parts for rank, (_, parts) in enumerate(told)}), wanted) <= BOUND
+
+
+# --- one rank that is set otherwise -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "equation"),
+    [
+        ({"recompute": True}, "ranks [0, 1, 3]: False; ranks [2]: True"),
+        ({"multiple": 3}, "ranks [0, 1, 3]: 1; ranks [2]: 3"),
+        ({"ahead": False}, "ranks [0, 1, 3]: True; ranks [2]: False"),
+        ({"ordered": False}, "ranks [0, 1, 3]: True; ranks [2]: False"),
+        ({"weight_axes": ("remat",)}, "ranks [0, 1, 3]: ('remat', 'cp'); ranks [2]: ('remat',)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_rank_that_is_set_otherwise_is_named_before_a_message(
+    changed: dict[str, Any], equation: str
+) -> None:
+    """It would wait for messages that no other rank sends."""
+    of = LAYOUTS["G2 C2 folded"]
+    config = train_matrix.config_of(of)
+
+    def work(groups: Groups) -> str:
+        more = dict(changed) if groups.rank == 2 else {}
+        own = replace(of, **{key: more.pop(key) for key in ("recompute", "weight_axes") if key in more})
+        runtime = built(own, groups, config, **more)
+        fill(runtime, full_weights(config, runtime.dtype))
+        with pytest.raises(PlanError, match="all ranks compute one model and one objective") as caught:
+            forward_backward(runtime, batches_of(of, runtime.parallel.data_rank(runtime.rank)))
+        return caught.value.equation
+
+    assert set(in_world(of, work)) == {equation}
+
+
 # --- Megatron's mean of means -------------------------------------------------------------------
 
 

@@ -125,11 +125,13 @@ def named(function: Callable[..., object]) -> str:
 def _facts(runtime: Runtime) -> dict[str, str]:
     """What is the same on all ranks of a model, by name."""
     decoder, maths, parallel = runtime.decoder, runtime.decoder.maths, runtime.parallel
-    own = ("cp_method", "dropout", "seed")
+    own = ("cp_method", "dropout", "seed", "recompute")
     return {
         **{each.name: f"{getattr(parallel, each.name)}" for each in fields(parallel)},
         **{each.name: f"{getattr(maths, each.name)}" for each in fields(maths) if each.name != "model"},
         **{name: f"{getattr(decoder, name)}" for name in own},
+        # How shares are sent: ranks that differ here would wait for messages that nobody sends.
+        **{name: f"{getattr(runtime, name)}" for name in ("multiple", "ordered", "ahead")},
         "layers of stages": f"{runtime.stages}",
         "dtype": f"{runtime.dtype}",
         "tensors": f"{_digest([repr(maths.model)]) % (1 << 64):016x}",

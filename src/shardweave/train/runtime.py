@@ -48,6 +48,7 @@ class Runtime:
         ordered: Whether sums of the gradients of shared weights are taken in the order of ranks on any
             backend.
         ahead: Whether a shared weight is fetched while the one before it is used.
+        multiple: What the rows of a share are a multiple of.
     """
 
     config: Mapping[str, Any]
@@ -60,6 +61,7 @@ class Runtime:
     weights: dict[str, Tensor]
     ordered: bool = True
     ahead: bool = True
+    multiple: int = 1
 
     @cached_property
     def reading(self) -> Gathered:
@@ -207,7 +209,17 @@ def build(
     )
     stages = tuple(tuple(map(tuple, stage)) for stage in chunks)
     return Runtime(
-        config, parallel, groups.rank, groups, decoder, layout, stages, weights, ordered=ordered, ahead=ahead
+        config,
+        parallel,
+        groups.rank,
+        groups,
+        decoder,
+        layout,
+        stages,
+        weights,
+        ordered=ordered,
+        ahead=ahead,
+        multiple=multiple,
     )
 
 
