@@ -430,6 +430,14 @@ def test_a_state_without_its_count(tmp_path: Path) -> None:
         states(source)
 
 
+def test_two_keys_for_one_name(tmp_path: Path) -> None:
+    """A weight that poses as a state of another one, where weights have no key above them."""
+    what = tree()
+    flat = {**what["model"], f"optim/{NORM}/exp_avg": torch.ones(6), "optim": what["optim"]}
+    with pytest.raises(FormatError, match=f"1 come to that of another one: .*{NORM}.*exp_avg"):
+        prepare(saved(tmp_path / "src", flat), to="native", config=CONFIG)
+
+
 def test_keys_are_words() -> None:
     for keys in ({"model": ""}, {"optim": "a b"}, {"model": "x", "optim": "x"}):
         with pytest.raises(FormatError, match="keys of their own"):

@@ -111,12 +111,20 @@ def named(manifest: Manifest, names: Collection[str]) -> Manifest:
         if key in states:
             keys[f"optim/{states[key][1]}/{states[key][2]}"] = key
         elif optim is not None and key.startswith(f"{optim}state."):  # of no weight of the model
-            name, _, state = key.removeprefix(f"{optim}state.").rpartition(".")
-            keys[f"optim/{name}/{state}"] = key
+            name, _, last = key.removeprefix(f"{optim}state.").rpartition(".")
+            keys[f"optim/{name}/{last}"] = key
         elif key.startswith(model) and not (optim and key.startswith(optim)):
             keys[key.removeprefix(model)] = key
         else:
             keys[f"{OTHER}{key}"] = key
+    lost = sorted(set(manifest.tensors) - set(keys.values()))
+    if lost:
+        raise FormatError(
+            "no two keys come to one name",
+            where=shown,
+            equation=f"{len(lost)} come to that of another one: {some(map(repr, lost))}",
+            hint="torch saves no such keys; do not use it before you know where it comes from",
+        )
     tensors = {name: replace(manifest.tensors[key], key=name) for name, key in keys.items()}
     records = {**manifest.records, "keys": keys, "optim": optim}
     return replace(manifest, format=FORMAT, tensors=tensors, records=records)
