@@ -7,6 +7,10 @@ have uneven documents, one of them no target at all. What is exact is in `test_t
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +21,10 @@ import plain_decoder
 import pytest
 import torch
 import train_matrix
+import workers
 from share_worlds import BOUND, FOLDED, LARGE, LAYOUTS, PAIRS, cell, errors, in_processes, in_world, truth
 from torch import Tensor
+from torch.distributed import FileStore
 from train_cells import Cell
 from train_ranks import (
     CONFIG,
@@ -29,6 +35,7 @@ from train_ranks import (
     documents_of,
     fill,
     full_weights,
+    parallel_of,
     parts_of,
 )
 
@@ -36,10 +43,11 @@ from shardweave.errors import PlanError
 from shardweave.train.batch import Microbatch, local, microbatch
 from shardweave.train.gathered import Gathered
 from shardweave.train.gradients import reduce_plan, sum_gradients
-from shardweave.train.grid import Groups
+from shardweave.train.grid import Groups, connect
 from shardweave.train.loss import Tokens, cross_entropy
-from shardweave.train.runtime import Runtime
+from shardweave.train.runtime import Runtime, group_plan
 from shardweave.train.step import Objective, forward_backward
+from shardweave.train.together import Together
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -216,6 +224,67 @@ def test_the_output_head_is_read_by_every_head_for_further_tokens(of: Cell, tied
     wanted = {name: torch.zeros_like(v) if v.grad is None else v.grad for name, v in w.items()}
     assert told[0][0] == pytest.approx(loss.item(), rel=BOUND)
     assert far(assembled({rank: parts for rank, (_, parts) in enumerate(told)}), wanted) <= BOUND
+
+
+# --- a rank that fails --------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    """Nothing forward; on the way back an error, or the end of the process."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, killed: bool) -> Tensor:
+        ctx.killed = killed
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if ctx.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("on the way back")
+
+
+def with_a_rank_that_fails(rank: int, *, killed: bool, folder: Path) -> tuple[str, str, float]:
+    """A step of which rank 2 does not come back, while the others wait for its shares."""
+    of = LAYOUTS["G2 C2 folded"]
+    config = train_matrix.config_of(of)
+    store = FileStore(str(folder / "store"), 4)
+    groups = connect(group_plan(parallel_of(of)), rank=rank, store=store, timeout_s=5)
+    runtime = built(of, groups, config)
+    fill(runtime, full_weights(config, runtime.dtype))
+    batches = batches_of(of, runtime.parallel.data_rank(rank))
+
+    def loss(tokens: Tokens) -> tuple[Tensor, Tensor]:
+        logprobs = Fails.apply(tokens.logprobs, killed) if rank == 2 else tokens.logprobs
+        return -tokens.sum(logprobs), tokens.count
+
+    begin = time.monotonic()
+    try:
+        with Together(store, rank=rank, groups=groups):
+            forward_backward(runtime, batches, Objective(loss))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    finally:
+        groups.close()
+    return "", "", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["it raises", "it is killed"])
+def test_a_rank_that_fails_while_others_wait_for_its_share_is_named(killed: bool, tmp_path: Path) -> None:
+    ended = workers.run(
+        with_a_rank_that_fails,
+        range(4),
+        killed=killed,
+        folder=tmp_path,
+        done=[0, 1, 3] if killed else range(4),
+        within_s=60,
+    )
+    told = workers.values({rank: end for rank, end in ended.items() if not (killed and rank == 2)})
+    for rank, (error, text, seconds) in told.items():
+        # Of one that is gone it is known which group it was missed in.
+        assert error == "TransportError", (rank, error, text)
+        assert re.search(r"\branks? (\d(, | and ))*2\b", text), (rank, text)
+        assert seconds < 30, (rank, seconds)
 
 
 # --- one rank that is set otherwise -------------------------------------------------------------
