@@ -12,7 +12,8 @@ the ranks that hold the same share. A weight that is read ``k`` times is fetched
   has the tag of its weight, and what nobody asks for is never taken for something else.
 - A share that changed between a way forward and its way back is an error, not another gradient.
 - Every weight that was read takes part in the way back, also where a rank's loss does not depend on it: its
-  gradient is 0 there, and no rank waits for a sum that another one skips.
+  gradient is 0 there, and no rank waits for a sum that another one skips. A loss that is a constant still has
+  to hang on what was computed (``loss.term`` sees to it): others fetch weights on the way back to it.
 - Sums are taken in the order of ranks, in float32 where weights are narrower: the same bits at every run.
 
 All state is in one object, so that two models of a process have nothing in common.
