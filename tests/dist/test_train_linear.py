@@ -1,24 +1,24 @@
-"""Linears, the embedding and the norm on real ranks: numbers and gradients of one process and plain torch."""
+"""Linears, the embedding and the norm on ranks: numbers and gradients of one process and plain torch.
+
+Ranks are in memory, and three of them processes over gloo.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import workers
-from cut import connected
 from torch import Tensor
+from worlds import GLOO, MEMORY, plan_of, ranks
 
 from shardweave.errors import PlanError
 from shardweave.train import collectives, linear
 from shardweave.train.collectives import sum_all
-from shardweave.train.grid import Group
+from shardweave.train.grid import Group, Groups
 from shardweave.train.linear import column, columns, embed, rms_norm, row, swiglu
 
 ALONE = Group("tp", (0,), 0)
@@ -94,12 +94,8 @@ def block(tp: Group, dtype: torch.dtype) -> dict[str, np.ndarray]:
     return {name: value.double().numpy() for name, value in found.items()}
 
 
-def block_of_rank(
-    rank: int, *, folder: Path, tp: int, fault: str = ""
-) -> dict[torch.dtype, dict[str, np.ndarray]]:
-    group = connected(rank, folder, tp=tp).get("model", "tp")
-    with faulty(fault):
-        return {dtype: block(group, dtype) for dtype in (torch.float64, torch.float32)}
+def block_of_rank(groups: Groups) -> dict[torch.dtype, dict[str, np.ndarray]]:
+    return {dtype: block(groups.get("model", "tp"), dtype) for dtype in (torch.float64, torch.float32)}
 
 
 def far(found: dict[int, dict[str, np.ndarray]], tp: int) -> dict[str, float]:
@@ -160,13 +156,6 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def faulty(fault: str) -> ExitStack:
-    stack = ExitStack()
-    if fault:
-        stack.enter_context(patch.object(*FAULTS[fault]))
-    return stack
-
-
 # --- tests --------------------------------------------------------------------------------------
 
 
@@ -175,33 +164,34 @@ def test_one_rank_is_plain_torch() -> None:
     assert max(far({0: block(ALONE, torch.float32)}, 1).values()) <= 5e-6
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_any_number_of_ranks_is_plain_torch(tp: int, tmp_path: Path) -> None:
-    ranks = workers.values(workers.run(block_of_rank, range(tp), folder=tmp_path, tp=tp))
+@pytest.mark.parametrize(("tp", "over"), [(2, MEMORY), (3, MEMORY), (3, GLOO), (4, MEMORY)])
+def test_any_number_of_ranks_is_plain_torch(tp: int, over: str) -> None:
+    each = ranks(block_of_rank, plan=plan_of(tp=tp), over=over)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 5e-6)):
-        found = far({rank: mine[dtype] for rank, mine in ranks.items()}, tp)
+        found = far({rank: mine[dtype] for rank, mine in each.items()}, tp)
         assert {name: value for name, value in found.items() if not value <= bound} == {}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_put_in_is_seen(fault: str, tmp_path: Path) -> None:
-    ranks = workers.values(workers.run(block_of_rank, range(3), folder=tmp_path, tp=3, fault=fault))
-    found = far({rank: mine[torch.float64] for rank, mine in ranks.items()}, 3)
+def test_a_fault_put_in_is_seen(fault: str) -> None:
+    with patch.object(*FAULTS[fault]):  # once for all ranks, which are threads
+        each = ranks(block_of_rank, plan=plan_of(tp=3))
+    found = far({rank: mine[torch.float64] for rank, mine in each.items()}, 3)
     assert max(found.values()) > 1e-3
     if fault.startswith(("3", "15")):
         assert found["y"] <= 1e-12  # the forward does not show it
 
 
-def embedded(rank: int, *, folder: Path, tp: int) -> np.ndarray:
-    group = connected(rank, folder, tp=tp).get("model", "tp")
+def embedded(groups: Groups) -> np.ndarray:
+    group = groups.get("model", "tp")
     weight = part(drawn(torch.float32)["embed"], 0, group)
     return embed(tokens()[0], weight, tp=group, vocab_size=VOCAB).numpy()
 
 
-def test_an_embedding_has_the_same_bits_over_any_number_of_ranks(tmp_path: Path) -> None:
-    ranks = workers.values(workers.run(embedded, range(4), folder=tmp_path, tp=4))
+def test_an_embedding_has_the_same_bits_over_any_number_of_ranks() -> None:
+    each = ranks(embedded, plan=plan_of(tp=4))
     wanted = drawn(torch.float32)["embed"][tokens()[0]].numpy()
-    assert np.array_equal(np.concatenate([ranks[rank] for rank in range(4)], 1), wanted)
+    assert np.array_equal(np.concatenate([each[rank] for rank in range(4)], 1), wanted)
 
 
 @pytest.mark.peer("transformers")
