@@ -1,4 +1,4 @@
-"""A small model with everything that makes a gradient's ranks differ, on any degrees; values by numpy alone."""
+"""A small model with everything that makes a gradient's ranks differ, on any degrees; values by numpy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed import FileStore
+from worlds import GLOO, MEMORY
 
 from shardweave.layout import (
     BufferRule,
@@ -23,7 +24,7 @@ from shardweave.layout import (
     whole,
 )
 from shardweave.plan.simulate import materialise
-from shardweave.train.grid import Groups, connect, plan_groups
+from shardweave.train.grid import GroupPlan, Groups, connect, plan_groups
 from shardweave.train.parallel import Parallel
 
 torch.set_num_threads(1)
@@ -51,6 +52,12 @@ TOPOLOGIES = {
     "tp2 dp2 pp2 ep4 etp1, tied, offset": Parallel(tp=2, dp=2, pp=2, ep=4, offset=3),
     "tp2 pp4 etp1 ep2, tied": Parallel(tp=2, pp=4, ep=2),
 }
+
+OVER = {
+    name: GLOO if name in ("tp2 ep2 etp1", "tp2 dp2 pp2 ep4 etp1, tied, offset") else MEMORY
+    for name in TOPOLOGIES
+}
+"""How the ranks of each are run where values are compared: two and eight of them as processes."""
 
 Arrays = dict[str, NDArray[np.float64]]
 State = dict[int, Arrays]
@@ -150,12 +157,14 @@ def contributions(layout: Layout, seed: int = 0) -> tuple[State, Whole]:
     return grads, {name: values.reshape(numbers[name].shape) for name, values in total.items()}
 
 
+def group_plan(parallel: Parallel) -> GroupPlan:
+    return plan_groups({"model": parallel.mesh}, {"model": parallel.groups})
+
+
 def groups(parallel: Parallel, rank: int, folder: Path) -> Groups:
     world = parallel.offset + parallel.world_size
     store = FileStore(str(folder / "store"), world)
-    return connect(
-        plan_groups({"model": parallel.mesh}, {"model": parallel.groups}), rank=rank, store=store, timeout_s=20
-    )
+    return connect(group_plan(parallel), rank=rank, store=store, timeout_s=20)
 
 
 def tensors(arrays: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:

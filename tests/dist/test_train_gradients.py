@@ -1,9 +1,11 @@
-"""Gradients summed over real ranks, against sums in numpy; and wrong sums brought back and caught."""
+"""Gradients summed over ranks, against sums in numpy; and wrong sums brought back and caught.
+
+Ranks are in memory, and those of some topologies processes over gloo.
+"""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +13,8 @@ import numpy as np
 import pytest
 import small_model
 import torch
-import workers
 from small_model import TOPOLOGIES
+from worlds import GLOO, ranks
 
 from shardweave.errors import GapError, HolderError, OverlapError, PlanError, ReplicaError, UnknownNameError
 from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, along, even, whole
@@ -36,11 +38,10 @@ NUM_ELEMENTS = sum(values.size for values in small_model.drawn(0).values())
 # --- sums ---
 
 
-def sums(rank: int, *, parallel: Parallel, grads: dict[int, dict[str, Any]], folder: Path) -> dict[str, Any]:
+def sums(groups: Groups, *, parallel: Parallel, grads: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Sums whole and in parts, and what is measured of both; with buckets so small that there are several."""
-    groups = small_model.groups(parallel, rank, folder)
-    plan = reduce_plan(small_model.layout(parallel), rank, bucket_bytes=1500)
-    mine = small_model.tensors(grads[rank])
+    plan = reduce_plan(small_model.layout(parallel), groups.rank, bucket_bytes=1500)
+    mine = small_model.tensors(grads[groups.rank])
     whole_ones, parts = (sum_gradients(mine, plan, groups, sharded=sharded) for sharded in (False, True))
     check_replicas(whole_ones.arrays(), plan, groups)
     boxes = [
@@ -68,13 +69,13 @@ def ones(plan: ReducePlan, groups: Groups, *, sharded: bool) -> Gradients:
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_a_gradient_is_the_sum_over_its_holders(name: str, tmp_path: Path) -> None:
+def test_a_gradient_is_the_sum_over_its_holders(name: str) -> None:
     parallel = TOPOLOGIES[name]
     layout = small_model.layout(parallel)
     grads, total = small_model.contributions(layout)
     wanted = small_model.stored(layout, total, fill=0)  # what padding contributes, NaN, is gone
-    ended = workers.run(sums, layout.mesh.ranks, parallel=parallel, grads=grads, folder=tmp_path)
-    found = workers.values(ended)
+    plan, over = small_model.group_plan(parallel), small_model.OVER[name]
+    found = ranks(sums, plan=plan, over=over, parallel=parallel, grads=grads)
     covered = {
         rank: {key: np.zeros(array.shape, int) for key, array in arrays.items()}
         for rank, arrays in wanted.items()
@@ -104,11 +105,9 @@ def test_a_gradient_is_the_sum_over_its_holders(name: str, tmp_path: Path) -> No
     assert min(mine["size"] for mine in found.values()) > 1, "several buckets"
 
 
-def wrong_norm(rank: int, *, parallel: Parallel, folder: Path, fault: str) -> float:
-    groups = small_model.groups(parallel, rank, folder)
-    with patch.object(ReducePlan, "counts", FAULTS[fault]):
-        plan = reduce_plan(small_model.layout(parallel), rank)
-        return grad_norm(ones(plan, groups, sharded=True), groups)
+def norm_of_ones(groups: Groups, *, parallel: Parallel) -> float:
+    plan = reduce_plan(small_model.layout(parallel), groups.rank)
+    return grad_norm(ones(plan, groups, sharded=True), groups)
 
 
 FAULTS: dict[str, Any] = {
@@ -124,10 +123,11 @@ FAULTS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("fault", "name"), [("experts by the dense rank", "tp2 ep2 etp1"), ("tied twice", "dp3 pp2, tied")]
 )
-def test_a_wrong_count_is_seen_by_ones(fault: str, name: str, tmp_path: Path) -> None:
+def test_a_wrong_count_is_seen_by_ones(fault: str, name: str) -> None:
     parallel = TOPOLOGIES[name]
-    ended = workers.run(wrong_norm, parallel.mesh.ranks, parallel=parallel, folder=tmp_path, fault=fault)
-    assert all(abs(norm - math.sqrt(NUM_ELEMENTS)) > 0.1 for norm in workers.values(ended).values())
+    with patch.object(ReducePlan, "counts", FAULTS[fault]):  # once for all ranks, which are threads
+        found = ranks(norm_of_ones, plan=small_model.group_plan(parallel), parallel=parallel)
+    assert all(abs(norm - math.sqrt(NUM_ELEMENTS)) > 0.1 for norm in found.values())
 
 
 # --- the numbers of the public reports ---
@@ -146,18 +146,13 @@ def scalars(parallel: Parallel, num_experts: int) -> Layout:
     )
 
 
-def scalar_norm(
-    rank: int, *, parallel: Parallel, value: float, folder: Path, fault: bool
-) -> tuple[float, int]:
-    groups = small_model.groups(parallel, rank, folder)
-    plan = reduce_plan(scalars(parallel, parallel.ep), rank)
+def scalar_norm(groups: Groups, *, parallel: Parallel, value: float) -> tuple[float, int]:
+    plan = reduce_plan(scalars(parallel, parallel.ep), groups.rank)
     grads = {name: torch.full((), value, dtype=torch.float64) for name in plan.arrays}
-    if rank:
+    if groups.rank:
         grads["dense"] = None
-    counts = FAULTS["experts by the dense rank"] if fault else ReducePlan.counts
-    with patch.object(ReducePlan, "counts", counts):
-        found = sum_gradients(grads, plan, groups)
-        return grad_norm(found, groups), count_zeros(found, groups)
+    found = sum_gradients(grads, plan, groups)
+    return grad_norm(found, groups), count_zeros(found, groups)
 
 
 @pytest.mark.parametrize(
@@ -172,13 +167,13 @@ def scalar_norm(
     ],
 )
 def test_megatron_5916_experts_are_in_the_norm(
-    degree: int, value: float, fault: bool, norm: float, zeros: int, tmp_path: Path
+    degree: int, value: float, fault: bool, norm: float, zeros: int
 ) -> None:
     """TP = EP, ETP 1: sqrt(3), not sqrt(2), and three zeros, not two; the fault gives what was reported."""
     parallel = Parallel(tp=degree, ep=degree)
-    found = workers.values(
-        workers.run(scalar_norm, range(degree), parallel=parallel, value=value, folder=tmp_path, fault=fault)
-    )
+    counts = FAULTS["experts by the dense rank"] if fault else ReducePlan.counts
+    with patch.object(ReducePlan, "counts", counts):
+        found = ranks(scalar_norm, plan=small_model.group_plan(parallel), parallel=parallel, value=value)
     for got, num_zeros in found.values():
         assert got == pytest.approx(norm, rel=1e-15)
         assert num_zeros == zeros
@@ -241,10 +236,9 @@ def test_a_tied_embedding_without_its_other_stage_is_refused() -> None:
         reduce_plan(layout, 0)
 
 
-def partial(rank: int, *, parallel: Parallel, grads: dict[int, Any], folder: Path) -> str:
+def partial(groups: Groups, *, parallel: Parallel, grads: dict[int, Any]) -> str:
     """Sums over dp only, that nobody proves: replicas then differ."""
-    groups = small_model.groups(parallel, rank, folder)
-    layout = small_model.layout(parallel)
+    rank, layout = groups.rank, small_model.layout(parallel)
     with patch.object(gradients, "_replicas", without("cp")), patch.object(gradients, "_prove"):
         wrong = reduce_plan(layout, rank)
     found = sum_gradients(small_model.tensors(grads[rank]), wrong, groups).arrays()
@@ -255,29 +249,28 @@ def partial(rank: int, *, parallel: Parallel, grads: dict[int, Any], folder: Pat
     return ""
 
 
-def test_fault_15_replicas_that_differ_are_seen_on_every_rank(tmp_path: Path) -> None:
+def test_fault_15_replicas_that_differ_are_seen_on_every_rank() -> None:
     parallel = Parallel(cp=2, dp=2)
     grads, _ = small_model.contributions(small_model.layout(parallel))
-    found = workers.values(workers.run(partial, range(4), parallel=parallel, grads=grads, folder=tmp_path))
+    # Each rank patches its own plan: processes.
+    plan = small_model.group_plan(parallel)
+    found = ranks(partial, plan=plan, over=GLOO, parallel=parallel, grads=grads)
     assert all("replicas hold the same bytes" in text and "rank" in text for text in found.values())
     assert len(set(found.values())) == 1
 
 
-def dp_cp_alike(rank: int, *, parallel: Parallel, grads: dict[int, Any], folder: Path) -> Any:
-    groups = small_model.groups(parallel, rank, folder)
-    plan = reduce_plan(small_model.layout(parallel), rank)
-    found = sum_gradients(small_model.tensors(grads[rank]), plan, groups)
+def dp_cp_alike(groups: Groups, *, parallel: Parallel, grads: dict[int, Any]) -> Any:
+    plan = reduce_plan(small_model.layout(parallel), groups.rank)
+    found = sum_gradients(small_model.tensors(grads[groups.rank]), plan, groups)
     return {name: array.numpy() for name, array in found.arrays().items()}
 
 
-def test_fault_3_dp2_cp4_is_dp8(tmp_path: Path) -> None:
+def test_fault_3_dp2_cp4_is_dp8() -> None:
     found = []
     for parallel in (Parallel(dp=2, cp=4), Parallel(dp=8)):
-        folder = tmp_path / str(parallel.cp)
-        folder.mkdir()
         grads, _ = small_model.contributions(small_model.layout(parallel))
-        ended = workers.run(dp_cp_alike, range(8), parallel=parallel, grads=grads, folder=folder)
-        found.append(workers.values(ended))
+        plan = small_model.group_plan(parallel)
+        found.append(ranks(dp_cp_alike, plan=plan, parallel=parallel, grads=grads))
     for rank, arrays in found[0].items():
         for name, array in arrays.items():
             np.testing.assert_array_equal(array, found[1][rank][name])
@@ -326,11 +319,9 @@ def test_ranks_without_a_group_are_named() -> None:
         sum_gradients({}, plan, groups)
 
 
-def narrow(rank: int, *, folder: Path, wide: bool) -> tuple[torch.dtype, float]:
-    parallel = Parallel(dp=3)
-    groups = small_model.groups(parallel, rank, folder)
-    plan = reduce_plan(small_model.layout(parallel, "bfloat16"), rank)
-    grads = {"scale": torch.tensor((1.0, 2**-9, 2**-9)[rank], dtype=torch.bfloat16)}
+def narrow(groups: Groups, *, parallel: Parallel, wide: bool) -> tuple[str, float]:
+    plan = reduce_plan(small_model.layout(parallel, "bfloat16"), groups.rank)
+    grads = {"scale": torch.tensor((1.0, 2**-9, 2**-9)[groups.rank], dtype=torch.bfloat16)}
     found = sum_gradients(grads, plan, groups, accumulate=torch.float32 if wide else None)
     return str(found.flats[0].dtype), float(found.arrays()["scale"])
 
@@ -338,10 +329,10 @@ def narrow(rank: int, *, folder: Path, wide: bool) -> tuple[torch.dtype, float]:
 @pytest.mark.parametrize(
     ("wide", "wanted"), [(True, ("torch.float32", 1 + 2**-8)), (False, ("torch.bfloat16", 1.0))]
 )
-def test_narrow_gradients_are_summed_in_float32(
-    wide: bool, wanted: tuple[str, float], tmp_path: Path
-) -> None:
-    assert set(workers.values(workers.run(narrow, range(3), folder=tmp_path, wide=wide)).values()) == {wanted}
+def test_narrow_gradients_are_summed_in_float32(wide: bool, wanted: tuple[str, float]) -> None:
+    parallel = Parallel(dp=3)
+    found = ranks(narrow, plan=small_model.group_plan(parallel), parallel=parallel, wide=wide)
+    assert set(found.values()) == {wanted}
 
 
 def test_plans_of_large_worlds_need_no_ranks() -> None:
