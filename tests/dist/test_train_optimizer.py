@@ -1,9 +1,11 @@
-"""The optimizer on real ranks, sharded and replicated, against torch's AdamW in one process."""
+"""The optimizer on ranks, sharded and replicated, against torch's AdamW in one process.
+
+Ranks are in memory, and those of some topologies processes over gloo.
+"""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,14 +13,14 @@ import numpy as np
 import pytest
 import small_model
 import torch
-import workers
 from small_model import TOPOLOGIES, Whole
+from worlds import plan_of, ranks
 
 from shardweave.errors import DtypeError, PlanError, UnknownNameError
 from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, parse_box, whole
 from shardweave.train import optimizer as module
 from shardweave.train.gradients import check_replicas, reduce_plan
-from shardweave.train.grid import Groups, connect, plan_groups
+from shardweave.train.grid import Groups, plan_groups
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
 from shardweave.train.parallel import Parallel
 from shardweave.train.schedules import constant, cosine, linear
@@ -72,11 +74,8 @@ def reference(
     return {name: param.detach().numpy() for name, param in params.items()}, states, norms
 
 
-def train(
-    rank: int, *, parallel: Parallel, grads: list[dict[int, dict[str, Any]]], folder: Path
-) -> dict[bool, Any]:
-    groups = small_model.groups(parallel, rank, folder)
-    layout = small_model.layout(parallel)
+def train(groups: Groups, *, parallel: Parallel, grads: list[dict[int, dict[str, Any]]]) -> dict[bool, Any]:
+    rank, layout = groups.rank, small_model.layout(parallel)
     plan = reduce_plan(layout, rank, bucket_bytes=1500)
     found = {}
     for sharded in (False, True):
@@ -99,7 +98,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_sharded_and_replicated_are_torch_in_one_process(name: str, tmp_path: Path) -> None:
+def test_sharded_and_replicated_are_torch_in_one_process(name: str) -> None:
     parallel = TOPOLOGIES[name]
     layout = small_model.layout(parallel)
     drawn = [small_model.contributions(layout, seed) for seed in range(1, STEPS + 1)]
@@ -110,10 +109,13 @@ def test_sharded_and_replicated_are_torch_in_one_process(name: str, tmp_path: Pa
         state: small_model.stored(layout, {n: s[state].numpy() for n, s in states.items()}, fill=0)
         for state in ("exp_avg", "exp_avg_sq")
     }
-    ended = workers.run(
-        train, layout.mesh.ranks, parallel=parallel, grads=[grads for grads, _ in drawn], folder=tmp_path
+    found = ranks(
+        train,
+        plan=small_model.group_plan(parallel),
+        over=small_model.OVER[name],
+        parallel=parallel,
+        grads=[grads for grads, _ in drawn],
     )
-    found = workers.values(ended)
     owned = {tensor: dict.fromkeys(moments, 0) for tensor in layout.tensors}
     for rank, both in found.items():
         for key, array in arrays[rank].items():
@@ -156,14 +158,9 @@ def odd_layout(dtype: str, ranks: int = 3) -> Layout:
     )
 
 
-def odd(rank: int, *, dtype: str, folder: Path, sharded: bool) -> Any:
-    ranks = 3
-    layout = odd_layout(dtype, ranks)
-    names = {"model": {"dp": ("dp",)}}
-    plan = reduce_plan(layout, rank)
-    store = torch.distributed.FileStore(str(folder / "store"), ranks)
-    groups = connect(plan_groups({"model": layout.mesh}, names), rank=rank, store=store, timeout_s=20)
-    params, grads = odd_values(dtype, rank, ranks)
+def odd(groups: Groups, *, dtype: str, sharded: bool) -> Any:
+    plan = reduce_plan(odd_layout(dtype), groups.rank)
+    params, grads = odd_values(dtype, groups.rank)
     optimizer = Optimizer(params, plan=plan, groups=groups, settings=FEW, sharded=sharded, max_norm=1.0)
     for grad in grads:
         optimizer.step(grad)
@@ -171,9 +168,9 @@ def odd(rank: int, *, dtype: str, folder: Path, sharded: bool) -> Any:
     return {name: param.double().numpy() for name, param in params.items()}, boxes
 
 
-def odd_values(dtype: str, rank: int, ranks: int) -> Any:
+def odd_values(dtype: str, rank: int) -> Any:
     kind = getattr(torch, dtype)
-    shapes = {r.name: r.parts[0].tensor.shape for r in odd_layout(dtype, ranks).rules}
+    shapes = {r.name: r.parts[0].tensor.shape for r in odd_layout(dtype).rules}
 
     def draw(seed: int, size: float) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng(seed)
@@ -185,21 +182,17 @@ def odd_values(dtype: str, rank: int, ranks: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_arrays_smaller_than_their_group_and_masters(dtype: str, tmp_path: Path) -> None:
-    ranks, found = 3, {}
-    for sharded in (False, True):
-        folder = tmp_path / str(sharded)
-        folder.mkdir()
-        ended = workers.run(odd, range(ranks), dtype=dtype, folder=folder, sharded=sharded)
-        found[sharded] = workers.values(ended)
+def test_arrays_smaller_than_their_group_and_masters(dtype: str) -> None:
+    plan = plan_of(dp=3)
+    found = {sharded: ranks(odd, plan=plan, dtype=dtype, sharded=sharded) for sharded in (False, True)}
     # One process, in float32 where the arrays are narrower: masters that are rounded when a step is done.
     wide = torch.promote_types(getattr(torch, dtype), torch.float32)
-    params, _ = odd_values(dtype, 0, ranks)
+    params, _ = odd_values(dtype, 0)
     masters = {name: torch.nn.Parameter(p.to(wide)) for name, p in params.items()}
     optimizer = torch.optim.AdamW(
         masters.values(), lr=FEW.rate(1), betas=(0.8, 0.999), eps=1e-6, weight_decay=0.1, foreach=False
     )
-    every = [odd_values(dtype, rank, ranks)[1] for rank in range(ranks)]
+    every = [odd_values(dtype, rank)[1] for rank in range(3)]
     for step in range(6):
         for name, master in masters.items():
             master.grad = sum(grads[step][name].to(wide) for grads in every)
@@ -230,9 +223,8 @@ def test_masters_keep_what_bfloat16_cannot() -> None:
 # --- infinite gradients ---
 
 
-def infinite(rank: int, *, parallel: Parallel, bad: float, where: int, folder: Path) -> Any:
-    groups = small_model.groups(parallel, rank, folder)
-    layout = small_model.layout(parallel)
+def infinite(groups: Groups, *, parallel: Parallel, bad: float, where: int) -> Any:
+    rank, layout = groups.rank, small_model.layout(parallel)
     plan = reduce_plan(layout, rank)
     params = small_model.tensors(small_model.stored(layout, begin(), fill=0)[rank])
     before = {name: param.clone() for name, param in params.items()}
@@ -249,12 +241,10 @@ def infinite(rank: int, *, parallel: Parallel, bad: float, where: int, folder: P
 
 
 @pytest.mark.parametrize(("bad", "where"), [(math.inf, 0), (math.nan, 3)])
-def test_one_infinite_gradient_of_one_rank_skips_the_step_on_all(
-    bad: float, where: int, tmp_path: Path
-) -> None:
+def test_one_infinite_gradient_of_one_rank_skips_the_step_on_all(bad: float, where: int) -> None:
     parallel = Parallel(tp=2, pp=2, ep=2)
-    ended = workers.run(infinite, range(4), parallel=parallel, bad=bad, where=where, folder=tmp_path)
-    assert set(workers.values(ended).values()) == {(False, True, True, True, 1)}
+    found = ranks(infinite, plan=small_model.group_plan(parallel), parallel=parallel, bad=bad, where=where)
+    assert set(found.values()) == {(False, True, True, True, 1)}
 
 
 # --- one process ---
@@ -266,10 +256,10 @@ def alone(layout: Layout) -> tuple[Any, Groups]:
 
 def test_state_written_into_views_goes_on_as_if_it_had_not_stopped() -> None:
     plan, groups = alone(odd_layout("bfloat16", 1))
-    grads = odd_values("bfloat16", 0, 1)[1]
+    grads = odd_values("bfloat16", 0)[1]
 
     def fresh() -> Optimizer:
-        return Optimizer(odd_values("bfloat16", 0, 1)[0], plan=plan, groups=groups, settings=FEW)
+        return Optimizer(odd_values("bfloat16", 0)[0], plan=plan, groups=groups, settings=FEW)
 
     through, stopped, resumed = fresh(), fresh(), fresh()
     for grad in grads:
