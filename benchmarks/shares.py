@@ -41,10 +41,10 @@ from torch.distributed.fsdp import fully_shard
 
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import microbatch
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import connect
 from shardweave.train.optimizer import AdamW, Optimizer
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import build, group_plan
 from shardweave.train.step import forward_backward
 

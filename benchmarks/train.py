@@ -38,10 +38,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 
 from shardweave.train.batch import microbatch
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import connect
 from shardweave.train.optimizer import AdamW, Optimizer
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import build, group_plan
 from shardweave.train.step import forward_backward
 

@@ -29,10 +29,10 @@ from shardweave.store.native_manifest import About
 from shardweave.train.arrays import held_arrays
 from shardweave.train.checkpoint import load_states, load_weights, saver, states_of, weights_of
 from shardweave.train.gathered import Shared
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Group, Groups
 from shardweave.train.optimizer import AdamW, Optimizer
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import begun, group_plan, layout_of
 
 NAME = "model.norm.weight"

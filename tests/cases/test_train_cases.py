@@ -30,10 +30,11 @@ from shardweave.layout import BufferRule, Layout, Mesh, Part, Sharded, along, ev
 from shardweave.layout import Tensor as Described
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import local, microbatch
-from shardweave.train.gradients import measure, reduce_plan, sum_gradients
+from shardweave.train.gradients import measure, sum_gradients
 from shardweave.train.grid import Over, connect, plan_groups
 from shardweave.train.optimizer import AdamW, Optimizer
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime, build, group_plan, layout_of
 from shardweave.train.schedule import stages_of
 from shardweave.train.sequence import IGNORE

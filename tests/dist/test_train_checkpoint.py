@@ -47,11 +47,11 @@ from shardweave.train.checkpoint import (
     words_of,
 )
 from shardweave.train.export import save_weights
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Groups, connect, plan_groups
 from shardweave.train.layout import train_layout
 from shardweave.train.optimizer import AdamW, Optimizer, StateBox
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -22,11 +22,11 @@ from train_ranks import CONFIG, batches_of, fill, full_weights, parallel_of, sta
 
 from shardweave.testing.world import run_world, sent_bytes
 from shardweave.train import decoder, experts
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Groups
 from shardweave.train.memory import Memory, memory
 from shardweave.train.optimizer import MASTER, AdamW, Optimizer
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime, build, group_plan
 from shardweave.train.sequence import SequenceLayout
 from shardweave.train.step import Objective, forward_backward

@@ -27,9 +27,10 @@ from train_ranks import fill, parallel_of, parts_of
 from shardweave.errors import ReplicaError, ShardweaveError
 from shardweave.train import gradients
 from shardweave.train.batch import microbatch
-from shardweave.train.gradients import check_replicas, measure, reduce_plan
+from shardweave.train.gradients import check_replicas, measure
 from shardweave.train.grid import connect
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime, build, group_plan
 from shardweave.train.step import Objective, evaluate, forward_backward
 from shardweave.train.together import Together

@@ -18,19 +18,18 @@ from worlds import GLOO, ranks
 
 from shardweave.errors import GapError, HolderError, OverlapError, PlanError, ReplicaError, UnknownNameError
 from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, along, even, whole
-from shardweave.train import gradients
+from shardweave.train import reduction
 from shardweave.train.gradients import (
     Gradients,
-    ReducePlan,
     check_replicas,
     count_zeros,
     grad_norm,
     measure,
-    reduce_plan,
     sum_gradients,
 )
 from shardweave.train.grid import Groups, plan_groups
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import ReducePlan, reduce_plan
 
 NUM_ELEMENTS = sum(values.size for values in small_model.drawn(0).values())
 
@@ -184,7 +183,7 @@ def test_megatron_5916_experts_are_in_the_norm(
 
 def without(*axes: str) -> Any:
     """Replicas as they are found by one who does not know of some axes."""
-    right = gradients._replicas
+    right = reduction._replicas
 
     def replicas(layout: Layout, rule: BufferRule, rank: int) -> tuple[int, ...]:
         mine = layout.mesh.coordinate(rank)
@@ -219,7 +218,7 @@ def test_faults_3_14_15_a_wrong_plan_is_refused(
     layout = small_model.layout(parallel)
     for rank in layout.mesh.ranks:
         reduce_plan(layout, rank)
-    with patch.object(gradients, "_replicas", wrong), pytest.raises(error) as caught:
+    with patch.object(reduction, "_replicas", wrong), pytest.raises(error) as caught:
         for rank in layout.mesh.ranks:
             reduce_plan(layout, rank)
     assert "summed over" in str(caught.value)
@@ -227,19 +226,19 @@ def test_faults_3_14_15_a_wrong_plan_is_refused(
 
 def test_a_tied_embedding_without_its_other_stage_is_refused() -> None:
     layout = small_model.layout(Parallel(pp=2, dp=2))
-    right = gradients._places
+    right = reduction._places
 
     def alone(*args: Any) -> Any:
         return {rank: rule for rank, rule in right(*args).items() if rank == args[-1]}
 
-    with patch.object(gradients, "_places", alone), pytest.raises(GapError, match="embed"):
+    with patch.object(reduction, "_places", alone), pytest.raises(GapError, match="embed"):
         reduce_plan(layout, 0)
 
 
 def partial(groups: Groups, *, parallel: Parallel, grads: dict[int, Any]) -> str:
     """Sums over dp only, that nobody proves: replicas then differ."""
     rank, layout = groups.rank, small_model.layout(parallel)
-    with patch.object(gradients, "_replicas", without("cp")), patch.object(gradients, "_prove"):
+    with patch.object(reduction, "_replicas", without("cp")), patch.object(reduction, "_prove"):
         wrong = reduce_plan(layout, rank)
     found = sum_gradients(small_model.tensors(grads[rank]), wrong, groups).arrays()
     try:

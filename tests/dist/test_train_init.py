@@ -21,12 +21,13 @@ from train_ranks import CONFIG, Held, as_numpy, assembled
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import Microbatch, microbatch
 from shardweave.train.decoder import View, view
-from shardweave.train.gradients import reduce_plan, sum_gradients
+from shardweave.train.gradients import sum_gradients
 from shardweave.train.grid import connect
 from shardweave.train.layout import Layout
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
 from shardweave.train.parallel import Parallel
 from shardweave.train.random import uniform
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime, begun, build, evaluated, group_plan, layout_of
 from shardweave.train.step import evaluate, forward_backward
 

@@ -31,11 +31,12 @@ from shardweave.errors import ModelError
 from shardweave.layout import prove
 from shardweave.train import loss, mtp, step
 from shardweave.train.batch import Local, Microbatch, local, microbatch
-from shardweave.train.gradients import check_replicas, measure, reduce_plan, sum_gradients
+from shardweave.train.gradients import check_replicas, measure, sum_gradients
 from shardweave.train.grid import connect
 from shardweave.train.maths import maths
 from shardweave.train.optimizer import Optimizer, decayed
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime, build, group_plan, layout_of
 from shardweave.train.sequence import IGNORE
 from shardweave.train.step import Objective, evaluate, forward_backward

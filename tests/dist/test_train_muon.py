@@ -41,9 +41,10 @@ from shardweave.train.config import (
     ParallelConfig,
     TrainConfig,
 )
-from shardweave.train.gradients import ReducePlan, check_replicas, reduce_plan
+from shardweave.train.gradients import check_replicas
 from shardweave.train.grid import Groups, connect, plan_groups
-from shardweave.train.matrices import Matrices, MatrixPlan, plan_matrices
+from shardweave.train.matrices import Matrices
+from shardweave.train.matrix_plan import MatrixPlan, plan_matrices
 from shardweave.train.muon import Muon, MuonRule, adjusted_ratio, newton_schulz
 from shardweave.train.optimizer import (
     AdamW,
@@ -53,6 +54,7 @@ from shardweave.train.optimizer import (
     muon_for_matrices,
     state_bytes,
 )
+from shardweave.train.reduction import ReducePlan, reduce_plan
 from shardweave.train.runtime import layout_of
 from shardweave.train.schedules import cosine
 from shardweave.train.sequence import SequenceLayout

@@ -19,10 +19,11 @@ from worlds import plan_of, ranks
 from shardweave.errors import DtypeError, PlanError, UnknownNameError
 from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, parse_box, whole
 from shardweave.train import optimizer as module
-from shardweave.train.gradients import check_replicas, reduce_plan
+from shardweave.train.gradients import check_replicas
 from shardweave.train.grid import Groups, plan_groups
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.schedules import constant, cosine, linear
 
 STEPS = 3

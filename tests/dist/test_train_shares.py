@@ -42,9 +42,10 @@ from train_ranks import (
 from shardweave.errors import PlanError
 from shardweave.train.batch import Microbatch, local, microbatch
 from shardweave.train.gathered import Gathered
-from shardweave.train.gradients import reduce_plan, sum_gradients
+from shardweave.train.gradients import sum_gradients
 from shardweave.train.grid import Groups, connect
 from shardweave.train.loss import Tokens, cross_entropy
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime, group_plan
 from shardweave.train.step import Objective, forward_backward
 from shardweave.train.together import Together

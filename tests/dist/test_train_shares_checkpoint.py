@@ -34,10 +34,10 @@ from shardweave.testing.world import run_world
 from shardweave.train.arrays import Held
 from shardweave.train.batch import microbatch
 from shardweave.train.checkpoint import load_states, load_weights, over_group, saver, states_of, weights_of
-from shardweave.train.gradients import Bucket, ReducePlan, reduce_plan
 from shardweave.train.grid import Groups
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import Bucket, ReducePlan, reduce_plan
 from shardweave.train.runtime import GRID, begun, build, group_plan, layout_of
 from shardweave.train.step import forward_backward
 

@@ -35,10 +35,11 @@ from train_ranks import as_numpy, assembled, fill, parts_of
 
 from shardweave.errors import GapError, HolderError, PlanError, TransportTimeoutError
 from shardweave.train import collectives, gathered
-from shardweave.train import gradients as gradients_module
+from shardweave.train import reduction as reduction_module
 from shardweave.train.gathered import Gathered
-from shardweave.train.gradients import measure, reduce_plan, sum_gradients
+from shardweave.train.gradients import measure, sum_gradients
 from shardweave.train.grid import Groups
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime
 
 pytestmark = pytest.mark.timeout(120)
@@ -398,7 +399,7 @@ def scaled(by: Callable[[Cell], float], where: Callable[[str], bool] = lambda na
 
 def replicas(axes: Callable[[Cell], tuple[str, ...]], *, shared: bool) -> Change:
     """Gradients of shares, or of what is not shared, summed over other axes than the layout says."""
-    plain_replicas = gradients_module._replicas
+    plain_replicas = reduction_module._replicas
 
     def change(of: Cell) -> Any:
         def over(layout: Any, rule: Any, rank: int) -> tuple[int, ...]:
@@ -411,7 +412,7 @@ def replicas(axes: Callable[[Cell], tuple[str, ...]], *, shared: bool) -> Change
                 layout.mesh.where({axis: c for axis, c in kept.items() if axis not in axes(of)}).tolist()
             )
 
-        return patch.object(gradients_module, "_replicas", over)
+        return patch.object(reduction_module, "_replicas", over)
 
     return change
 
@@ -495,7 +496,7 @@ def test_the_layout_of_the_mistakes_is_right_without_them() -> None:
 def test_zeros_of_padding_would_be_counted() -> None:
     of = LAYOUTS["C3 D2 over all"]
     with (
-        patch.object(gradients_module.Bucket, "num_padding", lambda self, start, stop: 0),
+        patch.object(reduction_module.Bucket, "num_padding", lambda self, start, stop: 0),
         pytest.raises(AssertionError),
     ):
         check(step(of, multiple=16), of)

@@ -26,11 +26,11 @@ from shardweave.train.blocks import blocks
 from shardweave.train.config import TrainConfig
 from shardweave.train.data import Loader, Parts
 from shardweave.train.explain import full_step
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.muon import Muon
 from shardweave.train.optimizer import AdamW, Optimizer, muon_for_matrices
 from shardweave.train.parallel import Parallel
 from shardweave.train.pipeline import _Mail, _Stage
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.routing import Choices
 from shardweave.train.runtime import GRID, Runtime
 from shardweave.train.schedule import plan_pipeline

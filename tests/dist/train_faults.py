@@ -24,9 +24,9 @@ from shardweave.train import decoder, experts, gradients, loss, mtp, optimizer, 
 from shardweave.train import step as step_module
 from shardweave.train.batch import Local, Microbatch, local
 from shardweave.train.collectives import sum_all
-from shardweave.train.gradients import Bucket, ReducePlan
 from shardweave.train.grid import Group, Groups
 from shardweave.train.loss import Term, Tokens, cross_entropy
+from shardweave.train.reduction import Bucket, ReducePlan
 from shardweave.train.runtime import GRID
 from shardweave.train.schedule import FORWARD, Action, PipelinePlan
 from shardweave.train.sequence import SequenceLayout

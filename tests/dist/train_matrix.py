@@ -39,8 +39,9 @@ from train_ranks import (
     runtime_of,
 )
 
-from shardweave.train.gradients import check_replicas, measure, reduce_plan, sum_gradients
+from shardweave.train.gradients import check_replicas, measure, sum_gradients
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime
 from shardweave.train.step import Objective, evaluate, forward_backward
 

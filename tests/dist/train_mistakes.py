@@ -23,12 +23,12 @@ from train_ranks import CONFIG
 from shardweave.train import decoder as decoder_module
 from shardweave.train.batch import Microbatch, microbatch
 from shardweave.train.collectives import sum_all
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import connect
 from shardweave.train.loop import require_finite
 from shardweave.train.loss import Tokens, cross_entropy
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import GRID, Runtime, build, group_plan
 from shardweave.train.step import Objective, evaluate, forward_backward
 from shardweave.train.together import Together

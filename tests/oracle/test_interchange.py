@@ -24,11 +24,11 @@ from shardweave.store import native
 from shardweave.store.read import Reader
 from shardweave.store.torch_dcp import Keys
 from shardweave.train.checkpoint import load_states, load_weights, states_of, weights_of
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import Groups
 from shardweave.train.interchange import settings_of
 from shardweave.train.optimizer import AdamW, Optimizer
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import group_plan, layout_of
 from shardweave.train.tokens import Document, write_packed
 

@@ -13,9 +13,10 @@ from train_megatron import config_of
 
 from shardweave.train.batch import microbatch
 from shardweave.train.checkpoint import load_weights
-from shardweave.train.gradients import reduce_plan, sum_gradients
+from shardweave.train.gradients import sum_gradients
 from shardweave.train.grid import connect
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import build, group_plan
 from shardweave.train.step import evaluate, forward_backward
 

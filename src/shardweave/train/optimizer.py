@@ -24,17 +24,11 @@ from shardweave.errors import DtypeError, PlanError, UnknownNameError
 from shardweave.layout import Box
 from shardweave.train.agreement import check_update
 from shardweave.train.arrays import Held
-from shardweave.train.gradients import (
-    Bucket,
-    ReducePlan,
-    gather_stretches,
-    group_of,
-    measure,
-    sum_gradients,
-)
+from shardweave.train.gradients import gather_stretches, group_of, measure, sum_gradients
 from shardweave.train.grid import Groups
 from shardweave.train.matrices import Matrices
 from shardweave.train.muon import Muon, MuonRule
+from shardweave.train.reduction import Bucket, ReducePlan
 from shardweave.train.schedules import Schedule
 
 MASTER, FIRST, SECOND = "master", "exp_avg", "exp_avg_sq"

@@ -19,12 +19,12 @@ from shardweave.layout import Layout, Mesh
 from shardweave.train.arrays import held_arrays
 from shardweave.train.decoder import EMBEDDING, HEAD
 from shardweave.train.gathered import shared_weights
-from shardweave.train.gradients import ReducePlan, reduce_plan
 from shardweave.train.grid import Group, GroupPlan, Over
 from shardweave.train.layout import train_layout
 from shardweave.train.maths import Maths, maths
 from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
+from shardweave.train.reduction import ReducePlan, reduce_plan
 from shardweave.train.runtime import GRID
 from shardweave.train.schedule import stages_of
 

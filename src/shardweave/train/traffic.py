@@ -50,7 +50,7 @@ from shardweave.train.collectives import SMALL_BYTES
 from shardweave.train.decoder import read_heads
 from shardweave.train.grid import Group, GroupPlan, Ranks
 from shardweave.train.maths import Maths
-from shardweave.train.matrices import plan_matrices
+from shardweave.train.matrix_plan import plan_matrices
 from shardweave.train.optimizer import Settings
 from shardweave.train.parallel import Parallel
 from shardweave.train.pipeline import HEADER_WORDS

@@ -36,12 +36,12 @@ from shardweave.train.checks import hf_config_of, parallel_of
 from shardweave.train.collectives import max_all
 from shardweave.train.config import TrainConfig
 from shardweave.train.data import evaluation_loader, train_loader
-from shardweave.train.gradients import reduce_plan
 from shardweave.train.grid import connect
 from shardweave.train.launch import Place
 from shardweave.train.metrics import Log, Outcome
 from shardweave.train.muon import Muon
 from shardweave.train.optimizer import AdamW, Optimizer, Settings, decayed, muon_for_matrices
+from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import GRID, Runtime, build, evaluated, group_plan
 from shardweave.train.schedules import Schedule, constant, cosine, linear, scaled
 from shardweave.train.settings import plain
