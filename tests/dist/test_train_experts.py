@@ -1,24 +1,26 @@
-"""Experts over real ranks against one process that loops over tokens."""
+"""Experts over ranks against one process that loops over tokens.
+
+Ranks are in memory, and those of some cases processes over gloo.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import workers
+import worlds
 from torch import Tensor
-from torch.distributed import FileStore
+from worlds import GLOO, MEMORY
 
 from shardweave.errors import PlanError
 from shardweave.layout import Mesh
 from shardweave.train import experts, routing, rows
 from shardweave.train.experts import ExpertWeights, moe, shared_expert
-from shardweave.train.grid import Group, connect, plan_groups
+from shardweave.train.grid import Group, Groups, plan_groups
 from shardweave.train.routing import Documents, route
 from shardweave.train.sequence import SequenceLayout
 
@@ -74,6 +76,10 @@ CASES = {
     "no tokens at all": Case(((0, 0), (0,)), tp=2, ep=2, etp=2),
     "one expert": Case(((5, 9), (6,)), tp=2, ep=2, etp=2, top_k=1, favourite=7, norm_topk=False),
 }
+
+
+ON_PROCESSES = ("ep2-etp2", "ep3", "a rank without a slot")
+KINDS = {"ep": ("ep",), "etp": ("etp",), "document": ("tp", "cp"), "tp": ("tp",)}
 
 
 @dataclass(frozen=True)
@@ -168,28 +174,18 @@ def plain(case: Case) -> dict[str, Any]:
 # --- the ranks ----------------------------------------------------------------------------------
 
 
-def layer(rank: int, *, folder: Path, case: Case, mutation: str = "", padding: float = 1.0) -> dict[str, Any]:
+def layer(groups: Groups, *, case: Case, padding: float = 1.0) -> dict[str, Any]:
     """What one rank finds; twice, to see that it is the same to the bit."""
-    mesh = case.mesh()
-    kinds = {"ep": ("ep",), "etp": ("etp",), "document": ("tp", "cp")}
-    groups = connect(
-        plan_groups({"model": mesh}, {"model": kinds}),
-        rank=rank,
-        store=FileStore(str(folder / "store"), case.world),
-        timeout_s=20,
-    )
-    ep, etp, document = (groups.get("model", name) for name in kinds)
-    first, second = (
-        _once(mesh.coordinate(rank), case, ep, etp, document, mutation, padding) for _ in range(2)
-    )
+    ep, etp, document = (groups.get("model", name) for name in ("ep", "etp", "document"))
+    at = case.mesh().coordinate(groups.rank)
+    first, second = (_once(at, case, ep, etp, document, padding) for _ in range(2))
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
-    assert not torch.distributed.is_initialized()
     return {key: value.numpy() for key, value in first.items()}
 
 
 def _once(
-    at: dict[str, int], case: Case, ep: Group, etp: Group, document: Group, mutation: str, padding: float
+    at: dict[str, int], case: Case, ep: Group, etp: Group, document: Group, padding: float
 ) -> dict[str, Tensor]:
     given, layout = problem(case), case.layout(at["dp"])
     local = partial(layout.local, cp_rank=at["cp"], tp_rank=at["tp"])
@@ -209,20 +205,19 @@ def _once(
     for leaf in leaves:
         leaf.requires_grad_()
     numbers = local(torch.from_numpy(layout.documents))
-    with MUTATIONS[mutation](case):
-        y, done = moe(
-            x,
-            is_real,
-            weights,
-            num_experts=EXPERTS,
-            top_k=case.top_k,
-            norm_topk=case.norm_topk,
-            ep=ep,
-            etp=etp,
-            documents=Documents(numbers, len(layout.lengths), document),
-        )
-        loss = (y * local(given.weighed[at["dp"]])).sum()
-        grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+    y, done = moe(
+        x,
+        is_real,
+        weights,
+        num_experts=EXPERTS,
+        top_k=case.top_k,
+        norm_topk=case.norm_topk,
+        ep=ep,
+        etp=etp,
+        documents=Documents(numbers, len(layout.lengths), document),
+    )
+    loss = (y * local(given.weighed[at["dp"]])).sum()
+    grads = torch.autograd.grad(loss, leaves, retain_graph=True)
     found = {"y": y.detach(), "aux": done.aux_sum.detach(), "z": done.z_sum.detach(), "tokens": done.tokens}
     names = ("router", *NAMES, "x")
     found |= {f"dloss.{name}": grad for name, grad in zip(names, grads, strict=True)}
@@ -232,18 +227,18 @@ def _once(
     return found
 
 
-def ranks(work: Any, case: Case, folder: Path, **how: Any) -> dict[int, dict[str, Tensor]]:
+def ranks(work: Any, case: Case, **how: Any) -> dict[int, dict[str, Tensor]]:
     """What each rank returned; as numpy on the way, which outlives its process."""
-    ended = workers.run(work, range(case.world), folder=folder, case=case, **how)
+    plan = plan_groups({"model": case.mesh()}, {"model": KINDS})
     return {
         rank: {key: torch.as_tensor(value) for key, value in part.items()}
-        for rank, part in workers.values(ended).items()
+        for rank, part in worlds.ranks(work, plan=plan, case=case, **how).items()
     }
 
 
-def together(case: Case, folder: Path, **how: Any) -> dict[str, Any]:
+def together(case: Case, **how: Any) -> dict[str, Any]:
     """What the ranks found, as of one process: weights' gradients are sums over those who hold them."""
-    parts = ranks(layer, case, folder, **how)
+    parts = ranks(layer, case, **how)
     mesh = case.mesh()
     at = {rank: mesh.coordinate(rank) for rank in parts}
     found: dict[str, Any] = {key: sum(part[key] for part in parts.values()) for key in ("aux", "z", "tokens")}
@@ -295,9 +290,9 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, floa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_experts_over_ranks_are_those_of_one_process(tmp_path: Path, name: str) -> None:
+def test_experts_over_ranks_are_those_of_one_process(name: str) -> None:
     case = CASES[name]
-    found, wanted = together(case, tmp_path), plain(case)
+    found, wanted = together(case, over=GLOO if name in ON_PROCESSES else MEMORY), plain(case)
     apart = differences(found, wanted)
     assert max(apart.values()) <= 1e-12, {key: far for key, far in apart.items() if far > 1e-12}
     assert torch.equal(found["tokens"], wanted["tokens"])
@@ -307,16 +302,12 @@ def test_experts_over_ranks_are_those_of_one_process(tmp_path: Path, name: str) 
         assert found["tokens"][unused].sum() == 0 and found["dloss"]["gate"][unused].count_nonzero() == 0
 
 
-def test_padding_counts_nowhere(tmp_path: Path) -> None:
+def test_padding_counts_nowhere() -> None:
     """Whatever it holds, all else is the same to the bit."""
     case = CASES["ep2-etp2"]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+    usual = ranks(layer, case)
     for padding in (-3.0, float("nan")):
-        folder = tmp_path / ("a" if padding < 0 else "b")
-        (folder / "usual").mkdir()
-        usual = ranks(layer, case, folder / "usual")
-        other = ranks(layer, case, folder, padding=padding)
+        other = ranks(layer, case, padding=padding)
         for rank, parts in usual.items():
             for key, value in parts.items():
                 assert torch.equal(value, other[rank][key]), (rank, key)
@@ -371,12 +362,13 @@ def _router_without_outputs(case: Case) -> Any:
     return patch.object(experts, "route", wrong)
 
 
-def _nothing(case: Case) -> Any:
-    return patch.object(experts, "_", None, create=True)
+def mutated(case: Case, mutation: str) -> dict[str, Any]:
+    """What the ranks find with a fault in all of them."""
+    with MUTATIONS[mutation](case):  # once for all ranks, which are threads
+        return together(case)
 
 
 MUTATIONS = {
-    "": _nothing,
     "statistics of one rank": _statistics_of_one_rank,
     "aux scaled by the group": _aux_scaled_by_the_group,
     "gradients times ep": _gradients_times_ep,
@@ -392,11 +384,9 @@ MUTATIONS = {
         ("aux scaled by the group", {"aux", "daux.router", "daux.x0"}),
     ],
 )
-def test_fault_6_aux_that_depends_on_the_layout_is_seen(
-    tmp_path: Path, mutation: str, seen: set[str]
-) -> None:
+def test_fault_6_aux_that_depends_on_the_layout_is_seen(mutation: str, seen: set[str]) -> None:
     case = CASES["ep2-etp2"]
-    apart = differences(together(case, tmp_path, mutation=mutation), plain(case))
+    apart = differences(mutated(case, mutation), plain(case))
     assert {key for key, far in apart.items() if far > 1e-3} == seen
 
 
@@ -408,18 +398,17 @@ def test_fault_6_aux_that_depends_on_the_layout_is_seen(
         ("router without outputs", {"dloss.router", "dloss.x0"}),
     ],
 )
-def test_fault_14_expert_and_router_gradients_are_seen(tmp_path: Path, mutation: str, seen: set[str]) -> None:
+def test_fault_14_expert_and_router_gradients_are_seen(mutation: str, seen: set[str]) -> None:
     case = CASES["ep2-etp2"]
-    apart = differences(together(case, tmp_path, mutation=mutation), plain(case))
+    apart = differences(mutated(case, mutation), plain(case))
     assert {key for key, far in apart.items() if far > 1e-3} == seen
 
 
-def test_fault_6_nothing_depends_on_the_layout(tmp_path: Path) -> None:
+def test_fault_6_nothing_depends_on_the_layout() -> None:
     """One microbatch on one rank, and on two and four of tp and cp."""
     found = {}
     for name, (tp, cp) in {"1": (1, 1), "tp2": (2, 1), "cp2": (1, 2), "tp2-cp2": (2, 2)}.items():
-        (tmp_path / name).mkdir()
-        found[name] = together(Case(((5, 9, 1),), tp=tp, cp=cp, ep=tp * cp), tmp_path / name)
+        found[name] = together(Case(((5, 9, 1),), tp=tp, cp=cp, ep=tp * cp))
     one = found.pop("1")
     for name, other in found.items():
         pairs = {key: (other[key], one[key]) for key in ("aux", "z")}
@@ -515,15 +504,8 @@ def test_bf16_is_as_near_to_fp64_as_its_rounding() -> None:
 # --- shared experts -----------------------------------------------------------------------------
 
 
-def _shared(rank: int, *, folder: Path, case: Case, with_scale: bool) -> dict[str, Any]:
-    mesh, layout, given = case.mesh(), case.layout(0), problem(case)
-    groups = connect(
-        plan_groups({"model": mesh}, {"model": {"tp": ("tp",)}}),
-        rank=rank,
-        store=FileStore(str(folder / "store"), case.world),
-        timeout_s=20,
-    )
-    tp = groups.get("model", "tp")
+def _shared(groups: Groups, *, case: Case, with_scale: bool) -> dict[str, Any]:
+    layout, given, tp = case.layout(0), problem(case), groups.get("model", "tp")
     inner = slice(tp.rank * INNER // tp.size, (tp.rank + 1) * INNER // tp.size)
     leaves = [
         layout.local(given.batches[0], 0, tp.rank),
@@ -544,9 +526,9 @@ def _shared(rank: int, *, folder: Path, case: Case, with_scale: bool) -> dict[st
 
 
 @pytest.mark.parametrize("with_scale", [True, False])
-def test_a_shared_expert_over_tp_is_a_dense_mlp(tmp_path: Path, with_scale: bool) -> None:
+def test_a_shared_expert_over_tp_is_a_dense_mlp(with_scale: bool) -> None:
     case = Case(((5, 9),), tp=2, form="bshd")
-    parts = ranks(_shared, case, tmp_path, with_scale=with_scale)
+    parts = ranks(_shared, case, with_scale=with_scale)
     given, layout = problem(case), case.layout(0)
     x, gate, up, down, scale = (
         value.clone().requires_grad_()
