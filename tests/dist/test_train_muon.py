@@ -1,9 +1,12 @@
-"""Muon on real ranks: the bits of one process at every layout, and in bfloat16 those of torch's Muon."""
+"""Muon on ranks: the bits of one process at every layout, and in bfloat16 those of torch's Muon.
+
+Ranks are in memory, and those of two layouts processes over gloo.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,8 @@ import numpy as np
 import pytest
 import small_model
 import torch
-import workers
 from small_model import TOPOLOGIES, Whole
-from torch.distributed import FileStore
+from worlds import GLOO, MEMORY, ranks
 
 from shardweave.errors import GapError, PlanError, UnknownNameError
 from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Tensor, along, chunk, even, pad, whole
@@ -27,12 +29,13 @@ from shardweave.train.arrays import Held
 from shardweave.train.checkpoint import (
     load_states,
     load_weights,
+    over_group,
     saver,
     states_of,
-    through_store,
     weights_of,
 )
 from shardweave.train.checks import hf_config_of, parallel_of
+from shardweave.train.collectives import send_parts
 from shardweave.train.config import (
     BatchConfig,
     DataConfig,
@@ -42,7 +45,7 @@ from shardweave.train.config import (
     TrainConfig,
 )
 from shardweave.train.gradients import check_replicas
-from shardweave.train.grid import Groups, connect, plan_groups
+from shardweave.train.grid import Group, GroupPlan, Groups, plan_groups
 from shardweave.train.matrices import Matrices
 from shardweave.train.matrix_plan import MatrixPlan, plan_matrices
 from shardweave.train.muon import Muon, MuonRule, adjusted_ratio, newton_schulz
@@ -65,6 +68,8 @@ torch.set_num_threads(1)
 
 TINY = Path(__file__).parent.parent / "data" / "hf_qwen3moe_tiny"
 STEPS, MAX_NORM = 3, 20.0
+PROCESSES = ("tp4 ep4 etp1", "tp1 g5")
+"""Whose ranks are processes: four, and five of which three have nothing but padding of a matrix."""
 ADAMW = AdamW(lr=1e-2, beta1=0.8, eps=1e-6, weight_decay=0.1)
 AS_TORCH = Muon(lr=cosine(3e-2, num_steps=8, warmup=2), ns_dtype="bfloat16")
 EXACT = Muon(lr=0.02, momentum=0.9, nesterov=False, weight_decay=0.3, ns_steps=4, adjust_lr_fn="spectral")
@@ -80,7 +85,7 @@ def settings(name: str, shape: tuple[int, ...]) -> AdamW | Muon:
     return EXACT if name.endswith((".o", "down")) or name == "embed" else AS_TORCH
 
 
-def alone(layout: Layout, folder: Path | None = None) -> Groups:
+def alone(layout: Layout) -> Groups:
     return Groups(plan_groups({"model": layout.mesh}, {"model": {}}), layout.mesh.offset, {})
 
 
@@ -122,16 +127,9 @@ def shared_layout(tp: int, g: int, dp: int, *, dtype: str = "float64", multiple:
     return Layout("shared", mesh, rules)
 
 
-def shared_groups(layout: Layout, rank: int, folder: Path) -> Groups:
-    names = {
-        "dp": ("dp",),
-        "replicas": ("tp", "dp"),
-        "all": ("tp", "g", "dp"),
-    }
-    store = FileStore(str(folder / "store"), layout.mesh.size)
-    return connect(
-        plan_groups({"model": layout.mesh}, {"model": names}), rank=rank, store=store, timeout_s=20
-    )
+def shared_groups(layout: Layout) -> GroupPlan:
+    names = {"dp": ("dp",), "replicas": ("tp", "dp"), "all": ("tp", "g", "dp")}
+    return plan_groups({"model": layout.mesh}, {"model": names})
 
 
 def shared_drawn(seed: int) -> Whole:
@@ -303,36 +301,31 @@ def test_adjusted_as_torch_adjusts() -> None:
     assert adjusted_ratio((6, 4), "spectral") == math.sqrt(6)
 
 
-# --- real ranks ---------------------------------------------------------------------------------
+# --- ranks --------------------------------------------------------------------------------------
+
+SENT: Counter[int] = Counter()
+"""The bytes of matrices that each rank has sent."""
+
+
+def counted(parts: Any, into: Any, *, group: Group) -> None:
+    SENT[group.ranks[group.rank]] += sum(part.nbytes for at, part in enumerate(parts) if at != group.rank)
+    send_parts(parts, into, group=group)
 
 
 def train(
-    rank: int,
-    *,
-    layout: Layout,
-    groups: Callable[..., Groups],
-    begin: dict[int, Any],
-    grads: list[dict[int, Any]],
-    folder: Path,
+    groups: Groups, *, layout: Layout, begin: dict[int, Any], grads: list[dict[int, Any]]
 ) -> dict[bool, Any]:
-    connected = groups(layout, rank, folder)
+    rank = groups.rank
     plan = reduce_plan(layout, rank, bucket_bytes=1500)
     found = {}
     for sharded in (False, True):
         params = small_model.tensors(begin[rank])
         optimizer = Optimizer(
-            params, plan=plan, groups=connected, settings=settings, sharded=sharded, max_norm=MAX_NORM
+            params, plan=plan, groups=groups, settings=settings, sharded=sharded, max_norm=MAX_NORM
         )
-        sent = [0]
-        send = module.send_parts
-
-        def counted(parts: Any, into: Any, *, group: Any, sent: Any = sent, send: Any = send) -> None:
-            sent[0] += sum(part.nbytes for at, part in enumerate(parts) if at != group.rank)
-            send(parts, into, group=group)
-
-        with patch.object(module, "send_parts", counted):
-            steps = [optimizer.step(small_model.tensors(grad[rank])) for grad in grads]
-        check_replicas(params, plan, connected)
+        before = SENT[rank]
+        steps = [optimizer.step(small_model.tensors(grad[rank])) for grad in grads]
+        check_replicas(params, plan, groups)
         matrices = optimizer._matrices.plan
         found[sharded] = {
             "params": {name: param.numpy() for name, param in params.items()},
@@ -341,13 +334,26 @@ def train(
                 (box.name, box.state, tuple((r[0], r[-1] + 1) for r in box.box.dims)): box.values.numpy()
                 for box in optimizer.owned()
             },
-            "sent": (sent[0], STEPS * matrices.sent_bytes(rank)),
+            "sent": (SENT[rank] - before, STEPS * matrices.sent_bytes(rank)),
             "ranks": matrices.ranks,
             "matrices": [
                 (m.name, m.owner, [(str(b.box), b.ranks) for b in m.blocks]) for m in matrices.matrices
             ],
         }
     return found
+
+
+def train_counted(groups: Groups, **given: Any) -> dict[bool, Any]:
+    with patch.object(module, "send_parts", counted):
+        return train(groups, **given)
+
+
+def trained(layout: Layout, plan: GroupPlan, over: str = MEMORY, **given: Any) -> dict[int, Any]:
+    """What each rank finds. A patch is one for all ranks in memory, and one in each process."""
+    if over == GLOO:
+        return ranks(train_counted, plan=plan, over=over, layout=layout, **given)
+    with patch.object(module, "send_parts", counted):
+        return ranks(train, plan=plan, over=over, layout=layout, **given)
 
 
 def compare(layout: Layout, found: dict[int, Any], optimizer: Optimizer, shapes: Whole) -> None:
@@ -372,26 +378,19 @@ def compare(layout: Layout, found: dict[int, Any], optimizer: Optimizer, shapes:
 
 
 @pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name not in ("one", "tp2 ep2 etp1")])
-def test_every_layout_has_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+def test_every_layout_has_the_bits_of_one_process(name: str) -> None:
     layout, lone = small_model.layout(TOPOLOGIES[name]), small_model.layout(TOPOLOGIES["one"])
     begin = starts(small_model.drawn(0))
     drawn = [small_model.contributions(layout, seed) for seed in range(1, STEPS + 1)]
     optimizer = one_process(lone, begin, [total for _, total in drawn], settings, max_norm=MAX_NORM)
-    ended = workers.run(
-        train,
-        layout.mesh.ranks,
-        layout=layout,
-        groups=small_groups,
+    found = trained(
+        layout,
+        small_model.group_plan(TOPOLOGIES[name]),
+        GLOO if name in PROCESSES else MEMORY,
         begin=stored(layout, begin),
         grads=[grads for grads, _ in drawn],
-        folder=tmp_path,
     )
-    compare(layout, workers.values(ended), optimizer, begin)
-
-
-def small_groups(layout: Layout, rank: int, folder: Path) -> Groups:
-    parallel = next(p for p in TOPOLOGIES.values() if p.mesh == layout.mesh)
-    return small_model.groups(parallel, rank, folder)
+    compare(layout, found, optimizer, begin)
 
 
 def shared_grads(layout: Layout, seed: int) -> tuple[dict[int, Any], Whole]:
@@ -416,21 +415,19 @@ def _of(rule: BufferRule, key: str) -> bool:
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_shares_with_padding_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+def test_shares_with_padding_have_the_bits_of_one_process(name: str) -> None:
     layout, lone = shared_layout(*SHARED[name]), shared_layout(1, 1, 1, multiple=1)
     begin = starts(shared_drawn(0))
     drawn = [shared_grads(layout, seed) for seed in range(1, STEPS + 1)]
     optimizer = one_process(lone, begin, [total for _, total in drawn], settings, max_norm=MAX_NORM)
-    ended = workers.run(
-        train,
-        layout.mesh.ranks,
-        layout=layout,
-        groups=shared_groups,
+    found = trained(
+        layout,
+        shared_groups(layout),
+        GLOO if name in PROCESSES else MEMORY,
         begin=stored(layout, begin),
         grads=[grads for grads, _ in drawn],
-        folder=tmp_path,
     )
-    compare(layout, workers.values(ended), optimizer, begin)
+    compare(layout, found, optimizer, begin)
 
 
 # --- padding never counts -----------------------------------------------------------------------
@@ -490,32 +487,17 @@ MISTAKES = {
 }
 
 
-def mistaken(rank: int, *, mistake: str | None, folder: Path, **given: Any) -> dict[bool, Any]:
-    if mistake is None:
-        return train(rank, folder=folder, **given)
-    where, what, how = MISTAKES[mistake]
-    with patch.object(where, what, how):
-        return train(rank, folder=folder, **given)
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_does_not_pass(mistake: str, tmp_path: Path) -> None:
+def test_a_mistake_does_not_pass(mistake: str) -> None:
     layout, lone = shared_layout(1, 2, 1), shared_layout(1, 1, 1, multiple=1)
     begin = starts(shared_drawn(0))
     drawn = [shared_grads(layout, seed) for seed in range(1, STEPS + 1)]
     optimizer = one_process(lone, begin, [total for _, total in drawn], settings, max_norm=MAX_NORM)
-    ended = workers.run(
-        mistaken,
-        layout.mesh.ranks,
-        mistake=mistake,
-        layout=layout,
-        groups=shared_groups,
-        begin=stored(layout, begin),
-        grads=[grads for grads, _ in drawn],
-        folder=tmp_path,
-    )
+    given = {"begin": stored(layout, begin), "grads": [grads for grads, _ in drawn]}
+    with patch.object(*MISTAKES[mistake]):
+        found = trained(layout, shared_groups(layout), **given)
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        compare(layout, workers.values(ended), optimizer, begin)
+        compare(layout, found, optimizer, begin)
 
 
 # --- plans --------------------------------------------------------------------------------------
@@ -604,9 +586,8 @@ def _columns() -> Layout:
     return Layout("columns", mesh, (BufferRule("w", (Part(tensor),), dims),))
 
 
-def differing(rank: int, *, folder: Path) -> str:
-    layout = small_model.layout(TOPOLOGIES["dp3 pp2, tied"])
-    groups = small_groups(layout, rank, folder)
+def differing(groups: Groups) -> str:
+    rank, layout = groups.rank, small_model.layout(TOPOLOGIES["dp3 pp2, tied"])
     params = small_model.tensors(stored(layout, starts(small_model.drawn(0)))[rank])
     before = {name: param.clone() for name, param in params.items()}
     odd = replace(EXACT, ns_steps=EXACT.ns_steps + (rank == 2))
@@ -620,8 +601,9 @@ def differing(rank: int, *, folder: Path) -> str:
     return ""
 
 
-def test_ranks_with_other_settings_refuse_to_step(tmp_path: Path) -> None:
-    said = set(workers.values(workers.run(differing, range(6), folder=tmp_path)).values())
+def test_ranks_with_other_settings_refuse_to_step() -> None:
+    plan = small_model.group_plan(TOPOLOGIES["dp3 pp2, tied"])
+    said = set(ranks(differing, plan=plan).values())
     assert len(said) == 1
     assert "settings of arrays of ranks [0, 1] != [2]" in said.pop()
 
@@ -643,22 +625,20 @@ def test_a_gradient_that_is_no_number_leaves_all_as_it_was() -> None:
 
 
 def resumed(
-    rank: int,
+    groups: Groups,
     *,
     layout: Layout,
-    groups: Callable[..., Groups],
     begin: dict[int, Any],
     grads: list[dict[int, Any]],
     sharded: bool,
     run: Path,
-    folder: Path,
     loads: bool,
 ) -> Any:
     """Steps from a checkpoint, if there is one, and a checkpoint at the end."""
-    connected = groups(layout, rank, folder)
+    rank = groups.rank
     params = small_model.tensors(begin[rank], torch.bfloat16)
     plan = reduce_plan(layout, rank, bucket_bytes=900)
-    optimizer = Optimizer(params, plan=plan, groups=connected, settings=settings, sharded=sharded)
+    optimizer = Optimizer(params, plan=plan, groups=groups, settings=settings, sharded=sharded)
     if loads:
         for param in params.values():
             param.fill_(torch.nan)
@@ -671,12 +651,9 @@ def resumed(
         load_states(run, optimizer)
     for grad in grads:
         optimizer.step(small_model.tensors(grad[rank], torch.bfloat16))
-    store = FileStore(str(folder / "save"), layout.mesh.ranks.stop)
-    exchange = through_store(store, rank=rank - layout.mesh.offset, size=layout.mesh.size, timeout_s=20)
+    exchange = over_group(groups.get("model", "all"))
     held = [*weights_of(layout, rank, params), *states_of(optimizer)]
-    saver(run, rank=rank - layout.mesh.offset, exchange=exchange, fsync=False).save(
-        held, About(step=optimizer.count)
-    )
+    saver(run, rank=rank, exchange=exchange, fsync=False).save(held, About(step=optimizer.count))
     return {name: param.double().numpy() for name, param in params.items()}
 
 
@@ -689,21 +666,16 @@ def test_a_run_goes_on_at_another_layout_with_the_same_bits(tmp_path: Path) -> N
     optimizer = one_process(lone, begin, [total for _, total in drawn], settings, max_norm=None)
     wanted = stored(there, whole_of(optimizer.plan, optimizer.params, begin))
     for layout, grads, sharded in ((here, drawn[:2], True), (there, drawn[2:], False)):
-        folder = tmp_path / str(layout.mesh.size)
-        folder.mkdir()
-        ended = workers.run(
+        found = ranks(
             resumed,
-            layout.mesh.ranks,
+            plan=shared_groups(layout),
             layout=layout,
-            groups=shared_groups,
             begin=stored(layout, begin),
             grads=[one for one, _ in grads],
             sharded=sharded,
             run=tmp_path / "run",
-            folder=folder,
             loads=layout is there,
         )
-        found = workers.values(ended)
     for rank, arrays in found.items():
         for key, array in arrays.items():
             np.testing.assert_array_equal(array, wanted[rank][key], err_msg=f"rank {rank}, {key}")
