@@ -247,6 +247,7 @@ def _memory(
         model,
         sharded=sharded,
         trains_mtp=bool(config.loss.mtp),
+        recompute=config.model.recompute,
         ahead=config.parallel.prefetch,
         microbatches=len(step),
         settings=settings_of(config),

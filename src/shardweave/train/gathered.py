@@ -8,8 +8,9 @@ shares, so that a step leaves in each share its own gradient and nothing else.
 The two are adjoint, as all collectives of the runtime: what a share's gradient is summed over afterwards are
 the ranks that hold the same share. A weight that is read ``k`` times is fetched and summed ``k`` times.
 
-- The order in which weights were read before says which one is fetched ahead. It is a hint: what is fetched
-  has the tag of its weight, and what nobody asks for is never taken for something else.
+- The order in which weights were read before says which one is fetched ahead: what followed the same read on
+  a way forward, or on a way back, of which layers that are computed once more are a part. It is a hint: what
+  is fetched has the tag of its weight, and what nobody asks for is never taken for something else.
 - A share that changed between a way forward and its way back is an error, not another gradient.
 - Every weight that was read takes part in the way back, also where a rank's loss does not depend on it: its
   gradient is 0 there, and no rank waits for a sum that another one skips. A loss that is a constant still has
@@ -109,6 +110,10 @@ class _View:
     offset: int
 
 
+_Read = tuple[bool, str, int]
+"""Whether on a way back, which weight, and for which time on this way."""
+
+
 class Gathered(Mapping[str, Tensor]):
     """The weights of a rank as they are computed with: by name, whole.
 
@@ -141,8 +146,9 @@ class Gathered(Mapping[str, Tensor]):
         self._live: dict[int, tuple[StorageWeakRef, _Handle]] = {}
         self._anchors: list[Tensor] = []
         self._is_back = False
-        self._after: dict[tuple[bool, str], str] = {}
-        self._before: str | None = None
+        self._after: dict[_Read, str | None] = {}
+        self._before: _Read | None = None
+        self._reads: dict[str, int] = {}
         self._coming: dict[str, tuple[int, Pending]] = {}
         self._last: tuple[_Handle, Tensor] | None = None
         self._sum: tuple[str, Pending] | None = None
@@ -176,24 +182,39 @@ class Gathered(Mapping[str, Tensor]):
     # --- a way forward and back ---
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Let a graph that is made keep no whole weight."""
+    def saving(self, *, again: bool = False) -> Iterator[None]:
+        """Let a graph that is made keep no whole weight.
+
+        Args:
+            again: Whether it is made on a way back, by what is computed once more.
+        """
         if not self.shared:
             yield
             return
-        self._turn(back=False)
+        if not (again and self._is_back):
+            self._turn(back=again)
         outer, self._anchors = self._anchors, []
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             self._anchors = outer
-            self._turn(back=False)
+            if not again:
+                self._turn(back=False)
 
-    def joined(self, output: Tensor) -> Tensor:
-        """The same, with every weight that was read since ``saving`` began as something it depends on."""
+    def joined(self, output: Tensor, *, again: bool = False) -> Tensor:
+        """The same, with every weight that was read since ``saving`` began as something it depends on.
+
+        Args:
+            output: What a way back begins with.
+            again: As of ``saving``.
+        """
         anchors, self._anchors = self._anchors, []
-        return _Join.apply(output, *anchors) if anchors and output.requires_grad else output
+        # Layers that are computed once more leave no anchors, and yet a way back begins with their output.
+        if not output.requires_grad or not (anchors or (self.shared and not again)):
+            return output
+        found: Tensor = _Join.apply(output, None if again else self, *anchors)
+        return found
 
     def finish(self) -> None:
         """Bring the gradients of a way back to an end, and let go of what was fetched ahead for nothing."""
@@ -224,8 +245,11 @@ class Gathered(Mapping[str, Tensor]):
                 )
 
     def _turn(self, *, back: bool) -> None:
-        """Begin a way: what follows the last weight of the one before is not expected."""
+        """Begin a way. Nothing follows the last weight of the one before."""
+        if self._before is not None:
+            self._after[self._before] = None
         self._is_back, self._before, self._last = back, None, None
+        self._reads.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         found = self._live.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
@@ -259,9 +283,10 @@ class Gathered(Mapping[str, Tensor]):
         if begun is not None and begun[0] != version:
             whole = self._begin(name).wait()
         if self._before is not None:
-            self._after[self._is_back, self._before] = name
-        self._before = name
-        following = self._after.get((self._is_back, name))
+            self._after[self._before] = name
+        number = self._reads.get(name, 0)
+        self._before, self._reads[name] = (self._is_back, name, number), number + 1
+        following = self._after.get(self._before)
         if self._ahead and following is not None and not self._coming:
             self._coming[following] = self._version(following), self._begin(following)
         self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
@@ -323,10 +348,13 @@ class _Join(torch.autograd.Function):
     """An output, and what else it shall depend on."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *anchors: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, begins: Gathered | None, *anchors: Tensor) -> Tensor:
+        ctx.begins = begins
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.begins is not None:
+            ctx.begins._turn(back=True)
         nothing = grads[0].new_empty(0)
-        return grads[0], *(nothing for _ in ctx.needs_input_grad[1:])
+        return grads[0], None, *(nothing for _ in ctx.needs_input_grad[2:])

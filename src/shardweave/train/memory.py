@@ -74,6 +74,7 @@ def memory(
     mtp: int = 0,
     trains_mtp: bool = True,
     multiple: int = 1,
+    recompute: bool = False,
     ahead: bool = True,
     microbatches: int = 2,
     settings: Settings | None = None,
@@ -90,6 +91,7 @@ def memory(
         mtp: Heads for further tokens.
         trains_mtp: Whether their term has a weight; otherwise they have no gradients.
         multiple: As ``build`` takes it.
+        recompute: As ``build`` takes it.
         ahead: As ``build`` takes it. What is expected is taken to come.
         microbatches: Of a step; it matters whether there is more than one.
         settings: Of the optimizer; AdamW of any settings by default.
@@ -121,6 +123,7 @@ def memory(
         planned(config, parallel, dtype=dtype, stage_sizes=stage_sizes, mtp=mtp, multiple=multiple),
         sharded=sharded,
         trains_mtp=trains_mtp,
+        recompute=recompute,
         ahead=ahead,
         microbatches=microbatches,
         settings=settings,
@@ -133,6 +136,7 @@ def memory_of(
     *,
     sharded: bool,
     trains_mtp: bool = True,
+    recompute: bool = False,
     ahead: bool = True,
     microbatches: int = 2,
     settings: Settings | None = None,
@@ -162,7 +166,7 @@ def memory_of(
             gradients,
             masters,
             moments,
-            _most_wholes(listed, of, ahead=ahead),
+            _most_wholes(listed, of, recompute=recompute, ahead=ahead),
             _most_gradients(listed, of, several=microbatches * model.parallel.vp > 1),
         )
     return told
@@ -187,17 +191,29 @@ def _is_trained(name: str, model: Planned, rank: int, depth: int) -> bool:
 # --- what comes and goes ------------------------------------------------------------------------
 
 
-def _most_wholes(listed: Sequence[Sequence[Use]], size: Mapping[str, int], *, ahead: bool) -> int:
+def _most_wholes(
+    listed: Sequence[Sequence[Use]], size: Mapping[str, int], *, recompute: bool, ahead: bool
+) -> int:
     """The most that is whole at once: what an operation reads, and the first that the next one does."""
     most = 0
     for chunk in listed:
-        back = [names for use in reversed(chunk) if use.reads_back for names in _read_back(use)]
-        for way in ([use.names for use in chunk], back):
+        for way in ([use.names for use in chunk], list(_way_back(chunk, recompute=recompute))):
             for here, following in itertools.zip_longest(way, way[1:], fillvalue=()):
                 more = following[:1] if ahead else ()
-                # Of two uses of one weight on end, each has its own.
+                # Of two reads of one weight on end, each has its own.
                 most = max(most, sum(size[name] for name in (*here, *more)))
     return most
+
+
+def _way_back(chunk: Sequence[Use], *, recompute: bool) -> Iterator[tuple[str, ...]]:
+    """What is whole at the same time on the way back, in order; a layer may come forward once more before."""
+    for layer, those in itertools.groupby(reversed(chunk), lambda use: use.layer):
+        of_layer = list(those)
+        if recompute and layer is not None:
+            yield from (use.names for use in reversed(of_layer))
+        for use in of_layer:
+            if use.reads_back:
+                yield from _read_back(use)
 
 
 def _read_back(use: Use) -> Iterator[tuple[str, ...]]:

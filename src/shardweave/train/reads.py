@@ -45,13 +45,13 @@ class Use:
     Attributes:
         names: In the order in which they are read.
         reads_back: Whether the way back needs their values: not those of an embedding, which only looks up.
-        in_layer: Whether they are of a layer, and used anew where layers are computed once more.
+        layer: The layer that they are used in, anew where layers are computed once more; none for others.
         at_once: Whether the way back has them at the same time too, and not one after the other.
     """
 
     names: tuple[str, ...]
     reads_back: bool = True
-    in_layer: bool = False
+    layer: int | None = None
     at_once: bool = False
 
 
@@ -241,18 +241,18 @@ def uses(
 def _of_layer(layer: int) -> Iterator[Use]:
     for those in _OF_LAYER:
         full = tuple(f"model.layers.{layer}.{name}.weight" for name in those)
-        yield Use(full, in_layer=True, at_once="experts" in those[0])
+        yield Use(full, layer=layer, at_once="experts" in those[0])
 
 
 def _only(use: Use, names: Collection[str]) -> Use:
     kept = tuple(name for name in use.names if name in names)
-    return Use(kept, use.reads_back, use.in_layer, use.at_once)
+    return Use(kept, use.reads_back, use.layer, use.at_once)
 
 
 def counts(listed: Sequence[Sequence[Use]], *, recompute: bool) -> Mapping[str, tuple[int, int]]:
     """For each weight how often a microbatch fetches it and sums gradients of it.
 
-    >>> layer = Use(("q",), in_layer=True), Use(("o",), in_layer=True)
+    >>> layer = Use(("q",), layer=0), Use(("o",), layer=0)
     >>> counts([(Use(("e",), reads_back=False), *layer, Use(("e",)))], recompute=True)
     {'e': (3, 2), 'q': (3, 1), 'o': (3, 1)}
     """
@@ -260,6 +260,6 @@ def counts(listed: Sequence[Sequence[Use]], *, recompute: bool) -> Mapping[str, 
     for use in (use for chunk in listed for use in chunk):
         for name in use.names:
             fetches, sums = found.get(name, (0, 0))
-            again = recompute and use.in_layer
+            again = recompute and use.layer is not None
             found[name] = fetches + 1 + use.reads_back + again, sums + 1
     return found

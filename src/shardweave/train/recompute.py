@@ -64,10 +64,10 @@ class _Again(torch.autograd.Function):
         gathered = weights if isinstance(weights, Gathered) else None
         if gathered:  # what is read the second time has to be what was read the first time
             gathered.check_unchanged(ctx.versions)
-        with torch.enable_grad(), gathered.saving() if gathered else nullcontext():
+        with torch.enable_grad(), gathered.saving(again=True) if gathered else nullcontext():
             y, routing = ctx.layer(x)
             if gathered:
-                y = gathered.joined(y)
+                y = gathered.joined(y, again=True)
         outputs = (y,) if routing is None else (y, routing.aux_sum, routing.z_sum)
         pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])

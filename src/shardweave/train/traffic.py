@@ -27,9 +27,9 @@ Where layers are computed once more, what they send forward they send once more:
 where it is. Summed over the ranks, a weight of ``P`` elements and ``b`` bytes each that ``W`` ranks share and
 ``k`` reads fetch costs each of them ``(W - 1) / W * P * b * k``, and the sum of its gradients as much as one.
 
-All of it is exact but for two. How many rows a token makes over several ``ep`` ranks is how many ranks its
+All of it is exact but for one. How many rows a token makes over several ``ep`` ranks is how many ranks its
 experts are on, which the router says: give the numbers, or they are those of a router that chooses evenly and
-at random. And what is fetched ahead is a guess (``Gathered``): a step may fetch one weight for nothing.
+at random.
 """
 
 from __future__ import annotations
