@@ -369,7 +369,7 @@ def test_a_rank_that_reads_a_weight_and_does_not_use_it_adds_nothing() -> None:
 
 def test_without_a_place_in_the_graph_it_would_stop_all_others() -> None:
     with (
-        patch.object(Gathered, "joined", lambda self, output: output),
+        patch.object(Gathered, "joined", lambda self, output, **more: output),
         pytest.raises(TransportTimeoutError, match="every rank comes to what others wait for"),
     ):
         in_world(LAYOUTS["G2 C2 folded"], read_and_not_used)
