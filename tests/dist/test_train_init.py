@@ -1,28 +1,30 @@
 """The same begin, the same steps: weights are begun to the bit alike at every layout, dropout drops the same
-elements, and a run that is run again has the same bits."""
+elements, and a run that is run again has the same bits.
+
+Ranks are in memory, and those of some jobs processes over gloo.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import plain_decoder
 import pytest
 import torch
-import workers
 from torch import Tensor
-from torch.distributed import FileStore, HashStore
+from torch.distributed import HashStore
 from train_ranks import CONFIG, Held, as_numpy, assembled
+from worlds import GLOO, MEMORY, ranks
 
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import Microbatch, microbatch
 from shardweave.train.decoder import View, view
 from shardweave.train.gradients import sum_gradients
-from shardweave.train.grid import connect
+from shardweave.train.grid import Groups, connect
 from shardweave.train.layout import Layout
 from shardweave.train.optimizer import AdamW, Optimizer, decayed
 from shardweave.train.parallel import Parallel
@@ -180,6 +182,9 @@ JOBS: dict[str, Job] = {
 }
 
 
+ON_PROCESSES = ("dp2", "tp2 cp2")
+
+
 @dataclass(frozen=True)
 class Run:
     """What came of two steps of a rank; arrays of numpy, as parts of whole tensors."""
@@ -191,14 +196,18 @@ class Run:
     weights: list[Held]
 
 
-def runtime_of(job: Job, rank: int, store: Any) -> Runtime:
-    groups = connect(group_plan(job.parallel), rank=rank, store=store, timeout_s=30)
+def runtime_of(job: Job, groups: Groups) -> Runtime:
     return build(MODEL, parallel=job.parallel, groups=groups, seed=SEED, dropout=job.dropout)
 
 
-def two_steps(job: Job, rank: int, store: Any) -> Run:
+def on_one(job: Job) -> Runtime:
+    """The runtime of a job that one rank does."""
+    return runtime_of(job, connect(group_plan(job.parallel), rank=0, store=HashStore()))
+
+
+def two_steps(groups: Groups, *, job: Job) -> Run:
     """A fresh runtime, and two updates."""
-    runtime = runtime_of(job, rank, store)
+    runtime, rank = runtime_of(job, groups), groups.rank
     layout, batches = runtime.layout, job.batches[job.parallel.data_rank(rank)]
     plan = reduce_plan(layout, rank)
     optimizer = Optimizer(
@@ -219,29 +228,21 @@ def two_steps(job: Job, rank: int, store: Any) -> Run:
         own = {name: weight.grad for name, weight in runtime.weights.items()}
         grads += parts(layout, rank, sum_gradients(own, plan, runtime.groups).arrays()) if not grads else []
         optimizer.step(own)
-    runtime.groups.close()
     return Run((losses[0], losses[1]), kept, first, grads, parts(layout, rank, runtime.weights))
 
 
-def play(rank: int, *, names: Sequence[str], folder: Path) -> dict[str, list[Run]]:
-    """Each job twice on this rank."""
-    found = {}
-    for number, name in enumerate(names):
-        world_size = JOBS[name].parallel.world_size
-        stores = [FileStore(str(folder / f"store{number}.{turn}"), world_size) for turn in range(2)]
-        found[name] = [two_steps(JOBS[name], rank, store) for store in stores]
-    return found
+def twice(groups: Groups, *, job: Job) -> list[Run]:
+    """A job, and the same job again."""
+    return [two_steps(groups, job=job) for _ in range(2)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[Run]]]:
-    """By job and rank; the jobs of one size on one set of processes."""
+def runs() -> dict[str, dict[int, list[Run]]]:
+    """By job and rank, each job done twice."""
     found: dict[str, dict[int, list[Run]]] = {}
-    for size in sorted({job.parallel.world_size for job in JOBS.values()}):
-        names = [name for name, job in JOBS.items() if job.parallel.world_size == size]
-        folder = tmp_path_factory.mktemp(f"ranks{size}")
-        ended = workers.values(workers.run(play, range(size), names=names, folder=folder, within_s=100))
-        found |= {name: {rank: told[name] for rank, told in ended.items()} for name in names}
+    for name, job in JOBS.items():
+        over = GLOO if name in ON_PROCESSES else MEMORY
+        found[name] = ranks(twice, plan=group_plan(job.parallel), over=over, within_s=100, job=job)
     return found
 
 
@@ -310,7 +311,7 @@ def test_what_is_dropped_is_seen(truths: dict[float, Truth], runs: dict[str, dic
     assert abs(truths[DROPOUT].loss - truths[0.0].loss) > 1e-3
     # Without their own numbers the documents of a microbatch would lose other elements.
     job = JOBS["one"]
-    runtime = runtime_of(job, 0, HashStore())
+    runtime = on_one(job)
     bare = [microbatch([documents()[i] for i in batch]) for batch in sum(job.deal, ())]
     assert abs(forward_backward(runtime, bare, step=STEP).report.loss - truths[DROPOUT].loss) > 1e-3
     first, second = (
@@ -329,7 +330,7 @@ def test_dropout_by_slot_would_be_seen(truths: dict[float, Truth]) -> None:
     losses = []
     with patch("shardweave.train.step.view", by_slot):
         for name in ("one", "one, documents moved"):
-            runtime = runtime_of(JOBS[name], 0, HashStore())
+            runtime = on_one(JOBS[name])
             losses.append(forward_backward(runtime, JOBS[name].batches[0], step=STEP).report.loss)
     assert min(abs(a - b) for a, b in itertools.combinations([*losses, truths[DROPOUT].loss], 2)) > 1e-3
 
