@@ -37,7 +37,7 @@ from shardweave.errors import GapError, HolderError, PlanError, TransportTimeout
 from shardweave.train import collectives, gathered
 from shardweave.train import reduction as reduction_module
 from shardweave.train.gathered import Gathered
-from shardweave.train.gradients import measure, sum_gradients
+from shardweave.train.gradients import measure, sum_gradients, weight_norm
 from shardweave.train.grid import Groups
 from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import Runtime
@@ -62,6 +62,7 @@ class Told:
     loss: float
     norm: float
     zeros: int
+    weight_norm: float
     own: dict[str, Any]
     parts: list[Any]
 
@@ -74,7 +75,8 @@ def told_of(runtime: Runtime, loss: float) -> Told:
     summed = sum_gradients(own, plan, runtime.groups)
     norm, zeros = measure(summed, runtime.groups)
     raw = {name: as_numpy(grad) for name, grad in own.items() if grad is not None}
-    return Told(loss, norm, zeros, raw, parts_of(runtime, summed.arrays()))
+    size = weight_norm(runtime.weights, plan, runtime.groups)
+    return Told(loss, norm, zeros, size, raw, parts_of(runtime, summed.arrays()))
 
 
 def step(
@@ -95,12 +97,15 @@ def truth(way: Way, num_data: int, cp: int, tied: bool = True) -> tuple[float, M
 
 
 def check(told: list[Told], of: Cell, way: Way = WAYS["once"], *, tied: bool = True) -> None:
-    """The loss, each element of each gradient, the norm and the zeros: those of one process, to the bit."""
+    """The loss, each element of each gradient, norms and zeros: those of one process, to the bit."""
     loss, grads = truth(way, of.num_data, of.cp, tied)
     assert sum(one.loss for one in told) == loss
     same(assembled({rank: one.parts for rank, one in enumerate(told)}), grads)
     squares = sum(grad.square().sum().item() for grad in grads.values())
     assert {one.norm for one in told} == {squares**0.5} or told[0].norm == pytest.approx(squares**0.5, 1e-15)
+    size = sum(weight.square().sum().item() for weight in integers(tied).values())
+    (found,) = {one.weight_norm for one in told}
+    assert found == pytest.approx(size**0.5, rel=1e-14), "roots of exact sums, squared and added up"
     assert {one.zeros for one in told} == {sum(int((grad == 0).sum()) for grad in grads.values())}
 
 

@@ -209,6 +209,25 @@ def count_zeros(gradients: Gradients, groups: Groups) -> int:
     return measure(gradients, groups)[1]
 
 
+def weight_norm(weights: Mapping[str, Tensor], plan: ReducePlan, groups: Groups) -> float:
+    """The norm of all weights of the model, every element once: to be looked at.
+
+    Every rank calls it at the same time. Law: it is the same on all ranks and, but for rounding, at every
+    layout.
+
+    Args:
+        weights: The arrays of this rank, by name.
+        plan: Its plan.
+        groups: Its groups.
+    """
+    parts = []
+    for bucket in plan.buckets:
+        like = weights[bucket.arrays[0].name]
+        flat = _flatten(weights, bucket, torch.promote_types(like.dtype, torch.float32), like.device)
+        parts.append(flat[slice(*plan.own(bucket))].clone())
+    return measure(Gradients(plan, tuple(parts), sharded=True), groups)[0]
+
+
 def check_replicas(arrays: Mapping[str, Tensor], plan: ReducePlan, groups: Groups) -> None:
     """Compare what ranks hold that shall be equal, to the bit: parameters, or gradients after their sum.
 
