@@ -140,7 +140,7 @@ def plot(
 def legend(names: list[str]) -> Drawing:
     shapes, x, row = [], 62.0, 0
     for number, name in enumerate(names):
-        if x > inner_width() - 170:
+        if x + 26 + 7.2 * len(name) > inner_width():
             x, row = 62.0, row + 1
         at = 8 + 20 * row
         hue = number * 360 // len(names)
