@@ -2,37 +2,35 @@
 
 The reference is the plain decoder, which has for head k a row for each token that has a token k + 1 further
 on in its document, and no other rows. All layouts take the same documents, so that they are compared with
-each other too.
+each other too. Ranks are in memory, and those of one layout are processes over gloo.
 """
 
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import workers
+import worlds
 from plain_decoder import objective as plain_objective
 from torch import Tensor
 from torch.distributed import HashStore
 from train_cells import Cell
 from train_matrix import ADAM, BALANCE, MAX_NORM, ROUTER_Z, relative
-from train_ranks import CONFIG, assembled, documents_of, fill, full_weights, parts_of, runtime_of
+from train_ranks import CONFIG, assembled, built, documents_of, fill, full_weights, parallel_of, parts_of
 
 from shardweave.errors import ModelError
 from shardweave.layout import prove
 from shardweave.train import loss, mtp, step
 from shardweave.train.batch import Local, Microbatch, local, microbatch
 from shardweave.train.gradients import check_replicas, measure, sum_gradients
-from shardweave.train.grid import connect
+from shardweave.train.grid import Groups, connect
 from shardweave.train.maths import maths
 from shardweave.train.optimizer import Optimizer, decayed
 from shardweave.train.parallel import Parallel
@@ -158,33 +156,27 @@ class Told:
     norm: float
     grads: list[Any]
     weights: list[Any]
-    faults: dict[str, tuple[dict[str, float], list[Any]]]
 
 
-def play(rank: int, *, names: Sequence[str], faults: Mapping[str, Sequence[str]], folder: Path) -> list[Told]:
-    """Layouts one after the other on this rank, a step of some once more with each of their faults."""
-    found = []
-    for number, name in enumerate(names):
-        of, config = LAYOUTS[name]
-        runtime = runtime_of(of, rank, folder / f"store{number}", config, mtp=DEPTH)
-        found.append(played(runtime, of, config, faults.get(name, ())))
-        runtime.groups.close()
-    return found
-
-
-def played(runtime: Runtime, of: Cell, config: Mapping[str, Any], faults: Sequence[str]) -> Told:
-    """A step without an update, an evaluation, and two updates."""
+def begun(groups: Groups, name: str) -> tuple[Runtime, list[Microbatch]]:
+    """A layout on this rank, and its batches."""
+    of, config = LAYOUTS[name]
+    runtime = built(of, groups, config, mtp=DEPTH)
     fill(runtime, full_weights(config, runtime.dtype, mtp=DEPTH))
-    batches = batches_for(of, runtime.parallel.data_rank(runtime.rank))
+    return runtime, batches_for(of, runtime.parallel.data_rank(runtime.rank))
+
+
+def play(groups: Groups, *, name: str) -> Told:
+    """A step without an update, an evaluation, and two updates."""
+    runtime, batches = begun(groups, name)
     evaluated = evaluate(runtime, batches, WHAT).report
-    wrong = {name: with_fault(runtime, batches, name) for name in faults}
     plan = reduce_plan(runtime.layout, runtime.rank)
     optimizer = Optimizer(
         runtime.weights,
         plan=plan,
         groups=runtime.groups,
         settings=decayed(ADAM),
-        sharded=of.sharded,
+        sharded=LAYOUTS[name][0].sharded,
         max_norm=MAX_NORM,
     )
     first = None
@@ -204,7 +196,6 @@ def played(runtime: Runtime, of: Cell, config: Mapping[str, Any], faults: Sequen
         norm=norm,
         grads=grads,
         weights=parts_of(runtime, runtime.weights),
-        faults=wrong,
     )
 
 
@@ -215,12 +206,10 @@ def stepped(runtime: Runtime, batches: Sequence[Microbatch]) -> tuple[loss.Repor
     return said, {name: weight.grad for name, weight in runtime.weights.items()}
 
 
-def with_fault(
-    runtime: Runtime, batches: Sequence[Microbatch], name: str
-) -> tuple[dict[str, float], list[Any]]:
-    """What is reported of a step with a fault, and its gradients."""
-    with FAULTS[name](runtime):
-        said, own = stepped(runtime, batches)
+def one_step(groups: Groups, *, name: str) -> tuple[dict[str, float], list[Any]]:
+    """What is reported of a step, and its gradients."""
+    runtime, batches = begun(groups, name)
+    said, own = stepped(runtime, batches)
     summed = sum_gradients(own, reduce_plan(runtime.layout, runtime.rank), runtime.groups)
     return dict(said.means), parts_of(runtime, summed.arrays())
 
@@ -310,58 +299,66 @@ def other_missing_tokens(batch: Microbatch, cp_rank: int, ahead: int) -> Local:
 
 
 @contextmanager
-def counted_as(count: Callable[[Runtime, loss.Term, int], float], runtime: Runtime) -> Iterator[None]:
+def counted_as(count: Callable[[Parallel, loss.Term, int], float], parallel: Parallel) -> Iterator[None]:
     """The scale of heads is one over another number than N; what is reported stays as it is."""
 
     def total(terms: Sequence[loss.Term], counts: Mapping[str, int]) -> Tensor:
-        other = {t.name: count(runtime, t, counts[t.name]) for t in terms if t.name.startswith("mtp")}
+        other = {t.name: count(parallel, t, counts[t.name]) for t in terms if t.name.startswith("mtp")}
         return loss.total(terms, {**counts, **other})  # type: ignore[dict-item]
 
     with patch.object(step, "total", total):
         yield
 
 
-def mean_of_means(runtime: Runtime, term: loss.Term, count: int) -> float:
+def mean_of_means(parallel: Parallel, term: loss.Term, count: int) -> float:
     """Each rank's and microbatch's mean, averaged over them."""
-    parallel = runtime.parallel
     return max(int(term.count), 1) * parallel.tp * parallel.cp * NUM_MICROBATCHES
 
 
-def less_by_cp(runtime: Runtime, term: loss.Term, count: int) -> float:
-    return count * runtime.parallel.cp
+def less_by_cp(parallel: Parallel, term: loss.Term, count: int) -> float:
+    return count * parallel.cp
 
 
-FAULTS: dict[str, Callable[[Runtime], Any]] = {
-    "none": lambda runtime: looks(as_it_is),
-    "other missing tokens": lambda runtime: looks(other_missing_tokens),
-    "rolled after slicing": lambda runtime: looks(rolled_after_slicing),
-    "rolled at real bounds": lambda runtime: looks(rolled_at_real_bounds),
-    "masked as the next token": lambda runtime: looks(masked_as_the_next_token),
-    "routed past the end": lambda runtime: looks(routed_past_the_end),
-    "mean of means": lambda runtime: counted_as(mean_of_means, runtime),
-    "less by cp": lambda runtime: counted_as(less_by_cp, runtime),
+FAULTS: dict[str, Callable[[Parallel], Any]] = {
+    "none": lambda parallel: looks(as_it_is),
+    "other missing tokens": lambda parallel: looks(other_missing_tokens),
+    "rolled after slicing": lambda parallel: looks(rolled_after_slicing),
+    "rolled at real bounds": lambda parallel: looks(rolled_at_real_bounds),
+    "masked as the next token": lambda parallel: looks(masked_as_the_next_token),
+    "routed past the end": lambda parallel: looks(routed_past_the_end),
+    "mean of means": lambda parallel: counted_as(mean_of_means, parallel),
+    "less by cp": lambda parallel: counted_as(less_by_cp, parallel),
 }
 ON = "thd tp2 cp2 ep2, sharded"
-"""The layout that faults are put in."""
+"""The layout that faults are put in, whose ranks are processes otherwise."""
 
 
 # --- tests --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, dict[int, Told]]:
-    """What the ranks of every layout say, from one set of processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        ended = workers.run(
+def told(truths: dict[bool, Truth]) -> dict[str, dict[int, Told]]:
+    """What the ranks of every layout say."""
+    return {
+        name: worlds.ranks(
             play,
-            range(4),
-            names=list(LAYOUTS),
-            faults={ON: list(FAULTS)},
-            folder=Path(folder),
+            plan=group_plan(parallel_of(of)),
+            over=worlds.GLOO if name == ON else worlds.MEMORY,
             within_s=240,
+            name=name,
         )
-    each = workers.values(ended)
-    return {name: {rank: told[i] for rank, told in each.items()} for i, name in enumerate(LAYOUTS)}
+        for name, (of, _) in LAYOUTS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def with_faults() -> dict[str, dict[int, tuple[dict[str, float], list[Any]]]]:
+    """What ranks say of a step with each fault, which is put in once for all of them, as they are threads."""
+    parallel, found = parallel_of(LAYOUTS[ON][0]), {}
+    for name, fault in FAULTS.items():
+        with fault(parallel):
+            found[name] = worlds.ranks(one_step, plan=group_plan(parallel), within_s=120, name=ON)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -404,23 +401,28 @@ def test_gradients_are_those_of_any_other_layout(tied: bool, told: dict[str, dic
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("none", "other missing tokens")])
-def test_a_fault_is_seen(fault: str, told: dict[str, dict[int, Told]], truths: dict[bool, Truth]) -> None:
-    true = truths[False]
-    means = told[ON][0].faults[fault][0]
-    grads = worst(assembled({rank: each.faults[fault][1] for rank, each in told[ON].items()}), true.grads)
+def test_a_fault_is_seen(fault: str, with_faults: dict[str, Any], truths: dict[bool, Truth]) -> None:
+    true, ranks = truths[False], with_faults[fault]
+    means = ranks[0][0]
+    grads = worst(assembled({rank: each[1] for rank, each in ranks.items()}), true.grads)
     off = max(abs(means[f"mtp_{k}"] - mean) / mean for k, mean in enumerate(true.means, 1))
     print(f"{fault}: gradients off by {grads[0]:.1e} at {grads[1]}, reported losses of heads by {off:.1e}")
     assert grads[0] > 1e-4
 
 
-def test_the_way_that_faults_are_put_in_changes_nothing(told: dict[str, dict[int, Told]]) -> None:
-    for each in told[ON].values():
-        assert_same_bits(each.faults["none"][1], each.grads)
+def test_the_way_that_faults_are_put_in_changes_nothing(
+    told: dict[str, dict[int, Told]], with_faults: dict[str, Any]
+) -> None:
+    """Nor that ranks are in memory."""
+    for rank, each in told[ON].items():
+        assert_same_bits(with_faults["none"][rank][1], each.grads)
 
 
-def test_the_embedding_of_a_missing_token_cannot_matter(told: dict[str, dict[int, Told]]) -> None:
-    for each in told[ON].values():
-        means, grads = each.faults["other missing tokens"]
+def test_the_embedding_of_a_missing_token_cannot_matter(
+    told: dict[str, dict[int, Told]], with_faults: dict[str, Any]
+) -> None:
+    for rank, each in told[ON].items():
+        means, grads = with_faults["other missing tokens"][rank]
         assert means == each.means
         assert_same_bits(grads, each.grads)
 
