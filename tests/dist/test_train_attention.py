@@ -1,4 +1,6 @@
-"""Attention shared by real context ranks, against one process that has the whole batch.
+"""Attention shared by context ranks, against one process that has the whole batch.
+
+Ranks are in memory; three of them, and those that have a fault, are processes over gloo.
 
 The reference below knows lengths and nothing else: no slots, no padding, no ranks.
 """
@@ -11,23 +13,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import workers
 from torch import Tensor
-from torch.distributed import FileStore
+from worlds import GLOO, MEMORY, plan_of, ranks
 
-from shardweave.layout import Mesh
 from shardweave.train import attention as attention_module
 from shardweave.train import collectives
 from shardweave.train import ring as ring_module
 from shardweave.train.attention import METHODS, Method, attention, wire_bytes
-from shardweave.train.grid import Group, connect, plan_groups
+from shardweave.train.grid import Group, Groups
 from shardweave.train.sequence import SequenceLayout
 
 HEADS, DIM = 12, 5
@@ -99,10 +98,8 @@ def _plain(cell: Cell) -> Values:
 # --- the ranks ----------------------------------------------------------------------------------
 
 
-def share(rank: int, *, folder: Path, size: int, cells: Sequence[Cell]) -> list[Values]:
+def share(groups: Groups, *, cells: Sequence[Cell]) -> list[Values]:
     """This rank's part of the outputs and gradients of each cell."""
-    plan = plan_groups({"model": Mesh((("cp", size),))}, {"model": {"cp": ("cp",)}})
-    groups = connect(plan, rank=rank, store=FileStore(str(folder / "store"), size), timeout_s=20)
     return [part(cell, groups.get("model", "cp")) for cell in cells]
 
 
@@ -123,10 +120,12 @@ def part(cell: Cell, group: Group) -> Values:
     return {name: one.to(torch.float64).numpy() for name, one in zip(GRADS, found, strict=True)}
 
 
-def shared(folder: Path, cells: Sequence[Cell], *, strict: bool = True) -> list[Values]:
+def shared(cells: Sequence[Cell], *, over: str = MEMORY, strict: bool = True) -> list[Values]:
     """The same of the real tokens, joined from all ranks; padding is looked at and left out."""
     size = cells[0].layout.cp
-    ends = workers.values(workers.run(share, range(size), within_s=55, folder=folder, size=size, cells=cells))
+    # A fault is patched in by each rank for itself.
+    assert over == GLOO or not any(cell.mutation for cell in cells)
+    ends = ranks(share, plan=plan_of(cp=size), over=over, within_s=55, cells=cells)
     found = []
     for number, cell in enumerate(cells):
         layout, values = cell.layout, {}
@@ -164,14 +163,14 @@ def matrix(size: int) -> Iterator[Cell]:
             yield Cell(layout, method, kv_heads=3 if len(lengths) % 2 else 2, window=window)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_methods_equal_one_process(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "over"), [(1, MEMORY), (2, MEMORY), (3, GLOO), (4, MEMORY)])
+def test_all_methods_equal_one_process(size: int, over: str) -> None:
     cells = list(matrix(size))
-    for cell, found in zip(cells, shared(tmp_path, cells), strict=True):
+    for cell, found in zip(cells, shared(cells, over=over), strict=True):
         assert error(found, plain(cell)) < 1e-12, cell
 
 
-def test_a_long_window_in_tiles(tmp_path: Path) -> None:
+def test_a_long_window_in_tiles() -> None:
     """Documents longer than a tile, and a tile that begins in the middle of what it sees."""
     cells = [
         Cell(SequenceLayout((600, 300), form, 2), method, window=window)
@@ -179,25 +178,25 @@ def test_a_long_window_in_tiles(tmp_path: Path) -> None:
         for method in ("gather", "all_to_all")
         for window in (100, 350)
     ]
-    for cell, found in zip(cells, shared(tmp_path, cells), strict=True):
+    for cell, found in zip(cells, shared(cells), strict=True):
         assert error(found, plain(cell)) < 1e-12, cell
 
 
-def test_key_heads(tmp_path: Path) -> None:
+def test_key_heads() -> None:
     layout = SequenceLayout((5, 9), "thd", 4)
     cells = [Cell(layout, method, kv_heads) for method in METHODS for kv_heads in (1, 2, 4, 6, 12)]
-    for cell, found in zip(cells, shared(tmp_path, cells), strict=True):
+    for cell, found in zip(cells, shared(cells), strict=True):
         assert error(found, plain(cell)) < 1e-12, cell
 
 
-def test_the_ring_has_the_bits_of_gather(tmp_path: Path) -> None:
+def test_the_ring_has_the_bits_of_gather() -> None:
     layout = SequenceLayout((5, 9, 16), "thd", 3)
-    by_ring, by_gather = shared(tmp_path, [Cell(layout, "ring"), Cell(layout, "gather")])
+    by_ring, by_gather = shared([Cell(layout, "ring"), Cell(layout, "gather")])
     assert (by_ring["out"] == by_gather["out"]).all() and (by_ring["dq"] == by_gather["dq"]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_rounding(dtype: torch.dtype) -> None:
     """float32 within its rounding; bfloat16 no further from the truth than one process of that dtype is."""
     alone = Cell(SequenceLayout((33, 70), "thd"), "ring", dtype=dtype)
     cells = [
@@ -208,23 +207,23 @@ def test_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
     whole = Group("cp", (0,), 0)
     one = {name: alone.layout.real(value) for name, value in part(alone, whole).items()}
     limit = 2e-6 if dtype == torch.float32 else 1.5 * error(one, plain(alone))
-    for cell, found in zip(cells, shared(tmp_path, cells), strict=True):
+    for cell, found in zip(cells, shared(cells), strict=True):
         assert error(found, plain(cell)) < limit, cell
 
 
-def test_scores_far_apart(tmp_path: Path) -> None:
+def test_scores_far_apart() -> None:
     """Where one part's sum is e^110 times the other's and more, in either order of arrival."""
     cells = [
         Cell(SequenceLayout((16,), "thd", 2), method, dtype=torch.float32, loud=80) for method in METHODS
     ]
-    for cell, found in zip(cells, shared(tmp_path, cells), strict=True):
+    for cell, found in zip(cells, shared(cells), strict=True):
         assert error(found, plain(cell)) < 1e-4, cell
 
 
 # --- what it costs ------------------------------------------------------------------------------
 
 
-def sent(rank: int, *, folder: Path, size: int, cells: Sequence[Cell]) -> list[int]:
+def sent(groups: Groups, *, cells: Sequence[Cell]) -> list[int]:
     """Bytes that this rank sends to others for each cell."""
     real, counted = collectives.send_parts, list[int]()
 
@@ -232,8 +231,6 @@ def sent(rank: int, *, folder: Path, size: int, cells: Sequence[Cell]) -> list[i
         counted[-1] += sum(one.nbytes for to, one in enumerate(parts) if to != group.rank)
         real(parts, into, group=group)
 
-    plan = plan_groups({"model": Mesh((("cp", size),))}, {"model": {"cp": ("cp",)}})
-    groups = connect(plan, rank=rank, store=FileStore(str(folder / "store"), size), timeout_s=20)
     with (
         patch.object(collectives, "send_parts", send_parts),
         patch.object(ring_module, "send_parts", send_parts),
@@ -244,7 +241,7 @@ def sent(rank: int, *, folder: Path, size: int, cells: Sequence[Cell]) -> list[i
     return counted
 
 
-def test_bytes_on_the_wire_are_those_of_the_formula(tmp_path: Path) -> None:
+def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
     cells = [
         Cell(SequenceLayout((17, 30), form, 3), method, kv_heads, dtype=dtype)
         for form in ("bshd", "thd")
@@ -252,7 +249,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(tmp_path: Path) -> None:
         for kv_heads in (2, 3)
         for dtype in (torch.float64, torch.bfloat16)
     ]
-    for counted in workers.values(workers.run(sent, range(3), folder=tmp_path, size=3, cells=cells)).values():
+    for counted in ranks(sent, plan=plan_of(cp=3), over=GLOO, cells=cells).values():
         for cell, found in zip(cells, counted, strict=True):
             sizes = {"heads": HEADS, "kv_heads": cell.kv_heads, "dim": DIM}
             assert found == sum(
@@ -270,17 +267,17 @@ NEVER = [
 ]
 
 
-def test_padding_never_matters(tmp_path: Path) -> None:
+def test_padding_never_matters() -> None:
     others = [dataclasses.replace(cell, padding_seed=2) for cell in NEVER]
-    found = shared(tmp_path, NEVER + others)
+    found = shared(NEVER + others)
     for cell, one, other in zip(NEVER, found, found[len(NEVER) :], strict=False):
         assert all((one[name] == other[name]).all() for name in GRADS), cell
 
 
-def test_another_document_never_matters(tmp_path: Path) -> None:
+def test_another_document_never_matters() -> None:
     """Fault 9: a token of the first document changes, and the second has the same bits."""
     others = [dataclasses.replace(cell, changed=2) for cell in NEVER]
-    found = shared(tmp_path, NEVER + others)
+    found = shared(NEVER + others)
     for cell, one, other in zip(NEVER, found, found[len(NEVER) :], strict=False):
         for name in GRADS:
             assert (one[name][6:] == other[name][6:]).all(), cell
@@ -375,10 +372,11 @@ FAULTS: list[tuple[str, Cell, tuple[str, ...]]] = [
 """Each fault, a call that it spoils, and what is right all the same: most spare the loss."""
 
 
-def test_faults_are_seen(tmp_path: Path) -> None:
+def test_faults_are_seen() -> None:
     """Faults 9, 10 and 11: each comes back, and the comparison above sees it."""
     cells = [dataclasses.replace(cell, mutation=mutation) for mutation, cell, _ in FAULTS]
-    for cell, found, (_, _, right) in zip(cells, shared(tmp_path, cells, strict=False), FAULTS, strict=True):
+    each = shared(cells, over=GLOO, strict=False)
+    for cell, found, (_, _, right) in zip(cells, each, FAULTS, strict=True):
         wanted = plain(cell)
         off = {name: np.abs(np.nan_to_num(found[name], nan=np.inf) - wanted[name]).max() for name in GRADS}
         assert {name for name in GRADS if off[name] < 1e-12} == set(right), (cell, off)
