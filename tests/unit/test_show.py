@@ -442,7 +442,8 @@ def test_documentation_pictures_are_what_the_script_draws(name: str) -> None:
 
 
 def test_documentation_has_no_other_picture() -> None:
-    measured = {"train-curves", "train-curves-shared"}  # examples/train_curves.py draws it from what it trained
+    # examples/train_curves.py draws them from what it trained
+    measured = {"train-curves", "train-curves-shared"}
     found = {path.stem for path in (ROOT / "docs/pictures").glob("*.svg")}
     assert found == set(make().PICTURES) | measured
 
