@@ -6,8 +6,9 @@ import faulthandler
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,14 @@ if sys.platform == "linux":  # there are no wheels for other systems
 
 # Cheapest first: a broken law is seen before any process is started. Doctests of src/ go with the laws.
 COST = ("unit", "laws", "docs", "cli", "hostile", "cases", "oracle", "dist", "e2e")
-# Folders and files that want the machine for themselves: they start many ranks, kill them, or measure time.
-# They come last, and with `-n` they run one by one when the rest is done.
-ALONE = ("tests/dist/", "tests/e2e/", "tests/oracle/test_vllm_refit.py")
+# What wants the machine for itself: it kills ranks, or waits for what has to come within a bound.
+# It comes last, and with `-n` it runs one by one when the rest is done.
+ALONE = (
+    *(f"tests/dist/test_{name}.py" for name in ("refit_faults", "transports", "train_checkpoint")),
+    *(f"tests/dist/test_train_{name}.py" for name in ("faults", "no_hang", "together", "pipeline")),
+    "tests/e2e/",
+    "tests/oracle/test_vllm_refit.py",
+)
 
 
 def is_importable(module: str) -> bool:
@@ -98,6 +104,14 @@ def pytest_report_header() -> list[str]:
         f"peers: {', '.join(present) or 'none'}",
         f"peers missing, their tests are skipped: {', '.join(missing) or 'none'}",
     ]
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, as it does for people; workers of xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def is_alone(nodeid: str) -> bool:

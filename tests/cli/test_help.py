@@ -34,6 +34,7 @@ FOREIGN = {
     "--apply-layernorm-1p": "Megatron-LM",
     "--enable-expert-parallel": "vLLM",
     "--engine": "examples/rl_loop.py",
+    "--shared": "examples/train_curves.py",
     "--junitxml": "pytest",
     "--report-log": "pytest",
     "--no-deps": "pip",

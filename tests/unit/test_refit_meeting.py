@@ -195,6 +195,7 @@ def test_an_interrupt_after_the_vote_leaves_a_rank_that_knows_what_it_serves(oth
     world.check_serves(1)
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_signal_waits_until_what_must_be_whole_is_whole() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():

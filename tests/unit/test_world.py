@@ -379,6 +379,7 @@ def test_a_rank_that_ignores_the_end_gets_no_further_message() -> None:
     assert said == ["rank 0 of 2 ended with LookupError: first"] * 3
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_caller_that_is_interrupted_ends_its_ranks() -> None:
     def work(groups: Groups) -> None:
         if groups.rank == 0:
