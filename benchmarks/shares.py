@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from train import ADAMW, MODELS, TINY
 
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import microbatch
@@ -48,30 +49,8 @@ from shardweave.train.reduction import reduce_plan
 from shardweave.train.runtime import build, group_plan
 from shardweave.train.step import forward_backward
 
-ADAMW = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.1}
 OURS, THEIRS = "shardweave", "FSDP2"
 
-
-def config(*, layers: int, hidden: int, ffn: int, vocab: int) -> dict[str, Any]:
-    """A Qwen3 with eight query heads and two KV heads."""
-    return {
-        "model_type": "qwen3",
-        "dtype": "float32",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 8,
-        "intermediate_size": ffn,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "tie_word_embeddings": False,
-    }
-
-
-MODEL = config(layers=6, hidden=512, ffn=1536, vocab=8192)
-TINY = config(layers=2, hidden=64, ffn=96, vocab=512)
 
 Grads = dict[str, torch.Tensor]
 
@@ -245,7 +224,8 @@ def main() -> None:
         f"{'':10}{'ours, s':>9}{'FSDP2, s':>10}{'ours/theirs':>13}{'least/least':>13}"
         f"{'ours, MiB':>11}{'FSDP2, MiB':>12}{'ratio':>7}   gradients apart, losses"
     )
-    model, length = (TINY, 64) if args.tiny else (MODEL, 512)
+    models, length = (TINY, 64) if args.tiny else (MODELS, 512)
+    model = models["dense"]
     turns = 2 if args.tiny else args.turns
     for ranks in args.ranks:
         seconds, losses, far, _ = measure(model, ranks, length=length, turns=turns, names=[OURS, THEIRS])

@@ -7,16 +7,13 @@ and cp.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import train_matrix
-import workers
 from torch import Tensor
 from train_cells import Cell
 from train_ranks import built, fill, full_weights, parallel_of
@@ -90,42 +87,10 @@ def in_world(of: Cell, work: Callable[[Groups], T], *, strict: bool = False) -> 
 # --- the real model -----------------------------------------------------------------------------
 
 
-def played(of: Cell, dtype: str, *, strict: bool = False) -> dict[int, train_matrix.Told]:
-    """What `train_matrix` asks ranks, in memory."""
-    config = train_matrix.config_of(of)
-
-    def work(groups: Groups) -> train_matrix.Told:
-        return train_matrix.played(built(of, groups, config, dtype), of)
-
-    return dict(enumerate(in_world(of, work, strict=strict)))
-
-
-def in_processes(
-    cells: Sequence[Cell], dtypes: Sequence[str], folder: Path, *, within_s: float
-) -> Iterator[train_matrix.Errors]:
-    """The same of real processes over gloo, which are shared by layouts of one size."""
-    (world_size,) = {of.world_size for of in cells}
-    ended = workers.run(
-        train_matrix.play, range(world_size), cells=cells, dtypes=dtypes, folder=folder, within_s=within_s
-    )
-    told = workers.values(ended)
-    for number, (of, dtype) in enumerate(itertools.product(cells, dtypes)):
-        yield train_matrix.compare(of, dtype, {rank: each[number] for rank, each in told.items()}, truth(of))
-
-
 def errors(of: Cell, dtype: str = "float64", *, strict: bool = False) -> train_matrix.Errors:
-    """How far a layout is from one process."""
-    return train_matrix.compare(of, dtype, played(of, dtype, strict=strict), truth(of))
-
-
-def truth(of: Cell) -> train_matrix.Truth:
-    """Of one process; layouts with the same documents share it."""
-    return _truth(of.num_data, of.mask, of.lengths, max(of.layers, of.pp * of.vp))
-
-
-@cache
-def _truth(num_data: int, mask: str, lengths: str, layers: int) -> train_matrix.Truth:
-    return train_matrix.truth(cell(dp=num_data, mask=mask, lengths=lengths, layers=layers))
+    """How far a layout in memory is from one process."""
+    true = train_matrix.truth(of)  # before a world: torch imports more when an optimizer is made
+    return train_matrix.compare(of, dtype, train_matrix.in_memory(of, dtype, strict=strict), true)
 
 
 # --- a model of integers ------------------------------------------------------------------------

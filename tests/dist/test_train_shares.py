@@ -22,7 +22,7 @@ import pytest
 import torch
 import train_matrix
 import workers
-from share_worlds import BOUND, FOLDED, LARGE, LAYOUTS, PAIRS, cell, errors, in_processes, in_world, truth
+from share_worlds import BOUND, FOLDED, LARGE, LAYOUTS, PAIRS, cell, errors, in_world
 from torch import Tensor
 from torch.distributed import FileStore
 from train_cells import Cell
@@ -70,9 +70,14 @@ IN_MEMORY = [
 
 
 @pytest.mark.parametrize("size", PROCESSES)
-def test_a_layout_of_processes_equals_one(size: int, tmp_path: Path) -> None:
+def test_a_layout_of_processes_equals_one(size: int) -> None:
     cells = [LAYOUTS[name] for name in PROCESSES[size]]
-    found = list(in_processes(cells, DTYPES[size], tmp_path, within_s=200))
+    pairs = itertools.product(cells, DTYPES[size])
+    told = train_matrix.on_processes(cells, DTYPES[size])
+    found = [
+        train_matrix.compare(of, dtype, each, train_matrix.truth(of))
+        for (of, dtype), each in zip(pairs, told, strict=True)
+    ]
     for one in found:
         print(one)
     for dtype in DTYPES[size]:
@@ -381,7 +386,7 @@ def test_the_mean_of_the_means_of_ranks_is_a_loss_with_weights(name: str) -> Non
     assert found == pytest.approx(mean.item(), rel=BOUND)
     assert far(grads, wanted) <= BOUND
     # It is another objective than the mean over all tokens.
-    assert far(grads, truth(of).grads) > 0.01
+    assert far(grads, train_matrix.truth(of).grads) > 0.01
 
 
 def test_a_loss_that_divides_for_itself_is_refused() -> None:

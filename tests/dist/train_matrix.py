@@ -96,13 +96,14 @@ def play(rank: int, *, cells: Sequence[Cell], dtypes: Sequence[str], folder: Pat
     return found
 
 
-def in_memory(cell: Cell, dtype: str) -> dict[int, Told]:
+def in_memory(cell: Cell, dtype: str, *, strict: bool = False) -> dict[int, Told]:
     """What the ranks of a cell say, as threads of this process."""
 
     def work(groups: Groups) -> Told:
         return played(built(cell, groups, config_of(cell), dtype), cell)
 
-    return dict(enumerate(run_world(work, plan=group_plan(parallel_of(cell)), timeout_s=200)))
+    told = run_world(work, plan=group_plan(parallel_of(cell)), timeout_s=200, strict=strict)
+    return dict(enumerate(told))
 
 
 def on_processes(cells: Sequence[Cell], dtypes: Sequence[str]) -> list[dict[int, Told]]:

@@ -29,8 +29,7 @@ from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any
 
-import torch
-
+from shardweave.layout.dtype import itemsize
 from shardweave.train.arrays import held_arrays
 from shardweave.train.decoder import EMBEDDING
 from shardweave.train.optimizer import Settings, state_bytes
@@ -149,18 +148,18 @@ def memory_of(
         sizes, listed = model.sizes(rank), model.uses(rank, depth=depth)
         weights = gradients = masters = moments = 0
         for name, held in held_arrays(model.layout, rank).items():
-            numel, item = prod(held.shape), _item(held.buffer.dtype)
+            numel, item = prod(held.shape), itemsize(held.buffer.dtype)
             weights += numel * item
             if _is_trained(name, model, rank, depth):
                 gradients += numel * (max(4, item) if name in sizes else item)
         for bucket in (plan := model.plan(rank)).buckets:
             start, stop = plan.own(bucket) if sharded else (0, bucket.numel)
-            wide = max(4, _item(bucket.dtype))
+            wide = max(4, itemsize(bucket.dtype))
             moments += 2 * wide * (stop - start)
-            masters += wide * (stop - start) * (wide != _item(bucket.dtype))
+            masters += wide * (stop - start) * (wide != itemsize(bucket.dtype))
         if settings is not None:
             moments = state_bytes(plan, settings, sharded=sharded) - masters
-        of = {name: size.whole * _item(model.maths.model.dtype) for name, size in sizes.items()}
+        of = {name: size.whole * itemsize(model.maths.model.dtype) for name, size in sizes.items()}
         told[rank] = Memory(
             weights,
             gradients,
@@ -170,11 +169,6 @@ def memory_of(
             _most_gradients(listed, of, several=microbatches * model.parallel.vp > 1),
         )
     return told
-
-
-def _item(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
 
 
 def _is_trained(name: str, model: Planned, rank: int, depth: int) -> bool:

@@ -14,18 +14,16 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from shardweave.errors import GeometryError
 from shardweave.layout import Layout, Mesh
 from shardweave.train.arrays import held_arrays
 from shardweave.train.decoder import EMBEDDING, HEAD
 from shardweave.train.gathered import shared_weights
 from shardweave.train.grid import Group, GroupPlan, Over
-from shardweave.train.layout import train_layout
 from shardweave.train.maths import Maths, maths
 from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
 from shardweave.train.reduction import ReducePlan, reduce_plan
-from shardweave.train.runtime import GRID
+from shardweave.train.runtime import GRID, check_heads, layout_at
 from shardweave.train.schedule import stages_of
 
 _OF_LAYER = (
@@ -114,23 +112,12 @@ class Planned:
     @cached_property
     def layout(self) -> Layout:
         """What ranks hold."""
-        of = self.parallel
-        return self._layout(of.dense_axes, of.expert_axes)
+        return layout_at(self.maths, self.parallel, self.chunks, multiple=self.multiple)
 
     @cached_property
     def whole(self) -> Layout:
         """What they would hold if none shared a weight: what they compute with."""
-        return self._layout((), ())
-
-    def _layout(self, share: Sequence[str], share_experts: Sequence[str]) -> Layout:
-        return train_layout(
-            self.maths.model,
-            self.mesh,
-            stages=[[layer for chunk in stage for layer in chunk] for stage in self.chunks],
-            share=share,
-            share_experts=share_experts,
-            multiple=self.multiple,
-        )
+        return layout_at(self.maths, self.parallel, self.chunks, shared=False)
 
     def plan(self, rank: int) -> ReducePlan:
         """How the gradients of a rank are summed, and who has its state."""
@@ -193,12 +180,7 @@ def planned(
         ModelError, GeometryError: As ``build`` raises them.
     """
     found = with_heads(maths(config, dtype=dtype), mtp)
-    if found.num_heads % parallel.tp:
-        raise GeometryError(
-            "every rank has an equal number of query heads",
-            equation=f"num_heads({found.num_heads}) % tp({parallel.tp}) != 0",
-            hint="choose a tp that divides them",
-        )
+    check_heads(found, parallel.tp)
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
     return Planned(found, parallel, chunks, multiple)
 

@@ -71,7 +71,7 @@ class Runtime:
             axes: self.groups.get(GRID, name)
             for axes, name in ((of.dense_axes, "shares"), (of.expert_axes, "expert_shares"))
         }
-        whole = _layout(self.decoder.maths, of, self.stages, shared=False)
+        whole = layout_at(self.decoder.maths, of, self.stages, shared=False)
         shared = shared_weights(self.layout, whole, self.rank, groups)
         return Gathered(self.weights, shared, ahead=self.ahead, ordered=self.ordered)
 
@@ -117,10 +117,10 @@ def layout_of(
     """
     found = with_heads(maths(config, dtype=dtype), mtp)
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
-    return _layout(found, parallel, chunks, multiple=multiple)
+    return layout_at(found, parallel, chunks, multiple=multiple)
 
 
-def _layout(
+def layout_at(
     found: Maths,
     parallel: Parallel,
     chunks: Sequence[Sequence[Sequence[int]]],
@@ -128,6 +128,15 @@ def _layout(
     shared: bool = True,
     multiple: int = 1,
 ) -> Layout:
+    """What every rank holds of what is computed.
+
+    Args:
+        found: What is computed.
+        parallel: The degrees.
+        chunks: The layers of each stretch of each stage.
+        shared: Whether weights lie in shares; without, it is what ranks compute with.
+        multiple: As ``build`` takes it.
+    """
     return train_layout(
         found.model,
         parallel.mesh,
@@ -184,7 +193,7 @@ def build(
         GeometryError: It does not fit on these degrees.
     """
     found = with_heads(maths(config, dtype=dtype), mtp)
-    _check_heads(found.num_heads, found.num_kv_heads * found.head_dim, parallel.tp)
+    check_heads(found, parallel.tp)
     if not 0 <= dropout < 1:
         raise GeometryError(
             "a share is dropped, not all",
@@ -192,7 +201,7 @@ def build(
             hint="use 0 for none",
         )
     chunks = stages_of(found.num_layers, stages=parallel.pp, virtual=parallel.vp, sizes=stage_sizes)
-    layout = _layout(found, parallel, chunks, multiple=multiple)
+    layout = layout_at(found, parallel, chunks, multiple=multiple)
     weights = begun(layout, groups.rank, config=config, seed=seed, device=device)
     tp, cp, ep, etp, document = (groups.get(GRID, name) for name in ("tp", "cp", "ep", "etp", "document"))
     decoder = Decoder(
@@ -247,8 +256,14 @@ def evaluated(runtime: Runtime) -> Runtime:
     return replace(runtime, decoder=replace(runtime.decoder, dropout=0.0))
 
 
-def _check_heads(num_heads: int, kv_rows: int, tp: int) -> None:
-    for what, size in (("num_heads", num_heads), ("num_kv_heads * head_dim", kv_rows)):
+def check_heads(found: Maths, tp: int) -> None:
+    """Refuse a ``tp`` that cuts a query head, or rows of K and V unevenly.
+
+    Raises:
+        GeometryError: With the size that does not divide.
+    """
+    kv_rows = found.num_kv_heads * found.head_dim
+    for what, size in (("num_heads", found.num_heads), ("num_kv_heads * head_dim", kv_rows)):
         if size % tp:
             raise GeometryError(
                 "every rank has an equal number of query heads, and of rows of K and V",

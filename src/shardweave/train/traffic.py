@@ -42,9 +42,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from shardweave.errors import PlanError
+from shardweave.layout.dtype import itemsize
 from shardweave.train.attention import wire_bytes
 from shardweave.train.collectives import SMALL_BYTES
 from shardweave.train.decoder import read_heads
@@ -208,7 +208,7 @@ def traffic_of(
         step.stages(meter)
         step.agreement(meter)
         for bucket in (plan := model.plan(rank)).buckets:
-            narrow = _item(bucket.dtype)
+            narrow = itemsize(bucket.dtype)
             start, stop = plan.own(bucket)
             over, ends = meter.name_of(bucket.over), meter.name_of(bucket.ends)
             if not sharded:
@@ -245,11 +245,6 @@ def imbalance(layouts: Iterable[SequenceLayout]) -> float:
         most += count * max(work)
         mean += count * sum(work) / layout.cp
     return most / mean if mean else 1.0
-
-
-def _item(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
 
 
 def _check(batches: Sequence[Sequence[SequenceLayout]], parallel: Parallel) -> None:
@@ -359,7 +354,7 @@ class _Step:
     @property
     def item(self) -> int:
         """Bytes of an element of the weights, and of what is computed from them."""
-        return _item(self.maths.model.dtype)
+        return itemsize(self.maths.model.dtype)
 
     @property
     def wide(self) -> int:
