@@ -49,6 +49,11 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_text": [{}, {"attention_bias": True, "layer_types": ..., "num_hidden_layers": 5}],
     "qwen3_5_moe_text": [{}, {"linear_num_key_heads": 4}],
     "nemotron_h": [{}, {"use_bias": True, "mlp_bias": True, "hybrid_override_pattern": "-MM*MM"}],
+    "gpt2": [{}, {"n_inner": None, "scale_attn_by_inverse_layer_idx": True}],
+    "gptj": [{}, {"n_inner": None}],
+    "gpt_bigcode": [{}, {"multi_query": False, "n_inner": None}],
+    "codegen": [{}, {"n_inner": None}],
+    "bloom": [{}, {"hidden_size": ..., "n_embed": 42}],
     "mamba2": [{}, {"use_bias": True, "expand": 1, "head_dim": 5, "num_heads": 6, "n_groups": 3}],
 }
 CASES = [

@@ -28,11 +28,13 @@ class Stack:
         prefix: What its names start with ("model.").
         hidden_size: The width of its hidden state.
         dtype: The dtype of its weights.
+        within: What its list of layers is called, behind the prefix.
     """
 
     prefix: str
     hidden_size: int
     dtype: str
+    within: str = "layers"
 
     def once(self, name: str, *shape: int) -> Tensor:
         """A tensor outside the layers."""
@@ -40,12 +42,15 @@ class Stack:
 
     def each(self, layers: Dim, name: str, *shape: int) -> Tensor:
         """A tensor of every one of the layers."""
-        return Tensor(f"{self.prefix}layers.{{layer}}.{name}", shape, self.dtype, (("layer", layers),))
+        return Tensor(self._in_layer(name), shape, self.dtype, (("layer", layers),))
 
     def each_expert(self, layers: Dim, num_experts: int, name: str, *shape: int) -> Tensor:
         """A tensor of every expert of every one of the layers."""
         index = (("layer", layers), ("expert", whole(num_experts)))
-        return Tensor(f"{self.prefix}layers.{{layer}}.{name}", shape, self.dtype, index)
+        return Tensor(self._in_layer(name), shape, self.dtype, index)
+
+    def _in_layer(self, name: str) -> str:
+        return f"{self.prefix}{self.within}.{{layer}}.{name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,13 @@ from typing import Any
 from shardweave.errors import ModelError
 from shardweave.layout import whole
 from shardweave.models import (
+    bloom,
+    codegen,
     deepseek_v2,
     deepseek_v3,
+    gpt2,
+    gpt_bigcode,
+    gptj,
     llama,
     mamba2,
     mistral,
@@ -44,6 +49,11 @@ FAMILIES = {
         qwen3_next.SPARSE,
         nemotron_h.FAMILY,
         mamba2.FAMILY,
+        gpt2.FAMILY,
+        gptj.FAMILY,
+        gpt_bigcode.FAMILY,
+        codegen.FAMILY,
+        bloom.FAMILY,
     )
 }
 """Every family by its ``model_type``."""
@@ -83,7 +93,8 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
             hint="describe the family in a file of its own in shardweave.models",
         )
     family = FAMILIES[name]
-    read = Config(values, family.keys, f"config of {name}")
+    where = f"config of {name}"
+    read = Config(family.respelled(values, where), family.keys, where)
     if read.get("architectures") not in (None, [family.architecture]):
         raise read.fail(
             "the tensors are those of the language model with its head",
@@ -91,7 +102,7 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
             "other heads and bare backbones have other tensors; convert the language model",
         )
     prefix = family.prefix if prefix is None else prefix
-    stack = Stack(prefix, read.size("hidden_size"), _dtype(read, dtype))
+    stack = Stack(prefix, read.size("hidden_size"), _dtype(read, dtype), family.within)
     vocab_size = read.size("vocab_size")
     num_layers = family.num_layers(read)
     tied = read.flag("tie_word_embeddings", missing=family.tied)
@@ -101,6 +112,7 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
         *family.layers(read, stack, whole(num_layers)),
         final_block(stack, name=family.final),
         *(() if tied else (head_block(stack, vocab_size),)),
+        *family.around(read, stack),
     )
     if (quantisation := values.get("quantization_config")) is not None:
         blocks = quantised(read, quantisation, blocks)
@@ -113,7 +125,12 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
         for _, layer in block.layers
         for copy, kind in family.copies.items()
     }
-    return Model(name, num_layers, stack.dtype, blocks, aliases, copies)
+    buffers = {
+        f"{prefix}{family.within}.{layer}.{buffer}"
+        for layer in range(num_layers)
+        for buffer in family.buffers
+    }
+    return Model(name, num_layers, stack.dtype, blocks, aliases, copies, frozenset(buffers))
 
 
 def _dtype(config: Config, wanted: str) -> str:

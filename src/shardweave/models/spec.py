@@ -38,6 +38,17 @@ class Block:
                    ``in conv a_log d dt_bias norm out``, ``in_bias out_bias``, ``conv_bias``
     ``mlp``        ``ffn_size, hidden_size``; ``gate up down``, ``gate_bias up_bias down_bias``
     ``plain_mlp``  ``ffn_size, hidden_size``; ``up down``, ``up_bias down_bias``
+    ``fused_attention``  as ``attention``, and ``num_blocks``; one tensor for Q, K and V, whose role says in
+                   which order each block of its rows has them: ``qkv`` or ``qvk``, with a ``..._bias``;
+                   ``o``, ``o_bias``
+    ``conv_attention``, ``conv_mlp``  a ``fused_attention`` and a ``plain_mlp`` whose weights are stored
+                   (in, out), as transformers' Conv1D has them
+    ``layer_norms``  norms with biases, ``hidden_size``; ``input_norm post_attention_norm`` and others, each
+                   with its ``..._bias``
+    ``positions``  learned positions, ``num_positions, hidden_size``; ``positions``
+    ``embedding_norm``  a norm of the embedding, ``hidden_size``; ``norm norm_bias``
+    ``final_bias`` the bias of the norm after the last layer, ``hidden_size``; ``bias``
+    ``head_bias``  the bias of an output head, tied or not, ``vocab_size``; ``bias``
     ``moe``        ``num_experts, ffn_size, hidden_size``; ``router``, ``router_bias`` (float32), and with
                    the index dims layer and expert ``gate up down``
     ``shared``     the shared expert of a moe layer, ``ffn_size, hidden_size``; ``gate up down``, ``router``
@@ -77,6 +88,7 @@ class Model:
             an alias of the embedding.
         copies: Names under which files hold a tensor once more: name to canonical name. In DeepSeek's files
             each layer for a further token has a copy of the embedding and of the head.
+        buffers: Names under which files of old versions hold what is no weight, such as causal masks.
     """
 
     family: str
@@ -85,6 +97,7 @@ class Model:
     blocks: tuple[Block, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
 
     def of(self, kind: str) -> Iterator[Block]:
         """The blocks of one kind, in order of their layers."""
