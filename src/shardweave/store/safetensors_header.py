@@ -35,7 +35,8 @@ DTYPES: Mapping[str, str] = {
 _CODES = {name: code for code, name in DTYPES.items()}
 _SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 METADATA = "__metadata__"
-_DCP_SHARDS = "DCP_SHARDING_INFO"
+SHARDS = "DCP_SHARDING_INFO"
+"""What torch.distributed.checkpoint calls, in the text pairs of a file, where its tensors begin."""
 _MAX_RANK = 64
 _HINT = "the header is damaged or was written by hand; save the file again"
 _ALIGN = 64
@@ -56,24 +57,25 @@ class Header:
     tensors: Mapping[str, StoredTensor]
 
 
-def read_header(path: Path, name: str) -> Header:
+def read_header(path: Path, name: str, *, shards: bool = False) -> Header:
     """The header of a file, proved; the tensors themselves are not read.
 
     Args:
         path: The file.
         name: What the manifest calls it.
+        shards: Whether it may hold shards of tensors, as `hf_dcp` reads them.
 
     Raises:
         MissingFileError, TruncatedError, DtypeError, FormatError: With the file and the tensor.
     """
     fd = open_regular(path)
     try:
-        return _parse_file(fd, os.fstat(fd).st_size, name, where=str(path))
+        return _parse_file(fd, os.fstat(fd).st_size, name, shards, where=str(path))
     finally:
         os.close(fd)
 
 
-def _parse_file(fd: int, size: int, name: str, *, where: str) -> Header:
+def _parse_file(fd: int, size: int, name: str, shards: bool, *, where: str) -> Header:
     if size < 8:
         raise TruncatedError(
             "a safetensors file starts with 8 bytes of header length",
@@ -114,12 +116,12 @@ def _parse_file(fd: int, size: int, name: str, *, where: str) -> Header:
             equation=f"found {str(metadata)[:100]!r}",
             hint="save the file again with metadata as strings",
         )
-    if _DCP_SHARDS in metadata:
+    if SHARDS in metadata and not shards:
         raise FormatError(
             "a file holds whole tensors, not shards of them",
             where=where,
-            equation=f"{METADATA} has {_DCP_SHARDS}",
-            hint="consolidate it first with torch.distributed.checkpoint's HuggingFace tools",
+            equation=f"{METADATA} has {SHARDS}",
+            hint="give the folder with the files of all ranks, as torch.distributed.checkpoint wrote it",
         )
     return Header(size, metadata, _parse_tensors(header, 8 + length, size, name, where=where))
 
