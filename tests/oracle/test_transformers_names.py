@@ -54,6 +54,16 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "gpt_bigcode": [{}, {"multi_query": False, "n_inner": None}],
     "codegen": [{}, {"n_inner": None}],
     "bloom": [{}, {"hidden_size": ..., "n_embed": 42}],
+    "falcon": [
+        {},
+        {"num_ln_in_parallel_attn": 1, "bias": True},
+        {"num_kv_heads": None, "ffn_hidden_size": None},
+        {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 6},
+        {"new_decoder_architecture": False, "multi_query": True, "num_ln_in_parallel_attn": 2, "bias": True},
+        {"new_decoder_architecture": False, "parallel_attn": False, "alibi": True, "bias": True},
+        {"parallel_attn": False, "num_kv_heads": 3},
+    ],
+    "phi3": [{}, {"hidden_size": 36, "head_dim": ..., "num_key_value_heads": None}],
     "mamba2": [{}, {"use_bias": True, "expand": 1, "head_dim": 5, "num_heads": 6, "n_groups": 3}],
 }
 CASES = [

@@ -154,10 +154,10 @@ def final_block(stack: Stack, *, name: str = "norm.weight") -> Block:
     )
 
 
-def head_block(stack: Stack, vocab_size: int) -> Block:
+def head_block(stack: Stack, vocab_size: int, *, name: str = HEAD) -> Block:
     """An output head that is not the embedding."""
     sizes = {"vocab_size": vocab_size, "hidden_size": stack.hidden_size}
-    return Block("head", Dim(), sizes, {"head": Tensor(HEAD, (vocab_size, stack.hidden_size), stack.dtype)})
+    return Block("head", Dim(), sizes, {"head": Tensor(name, (vocab_size, stack.hidden_size), stack.dtype)})
 
 
 def norms_block(stack: Stack, layers: Dim, *, attention: bool = True, ffn: bool = True) -> Block:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardweave.errors import ModelError
 from shardweave.layout import Dim
-from shardweave.models.blocks import Stack
+from shardweave.models.blocks import HEAD, Stack
 from shardweave.models.config import IGNORED, NEUTRAL, SHAPES, Config, Keys
 from shardweave.models.spec import Block
 
@@ -20,6 +20,7 @@ class Family:
     Attributes:
         model_type: The value of ``model_type`` in its configs.
         architecture: The only architecture that has these tensors.
+        renamed: What configs call it as well.
         layers: The blocks of its layers, from a config, the decoder, and all its layer numbers.
         shapes: Keys that decide tensors, beyond those that do in every family; neutral or ignored elsewhere.
         ignored: Keys that change no tensor, and why, beyond those of every family.
@@ -35,6 +36,8 @@ class Family:
             embedding, biases of the last norm and the head.
         spelled: Keys that are another spelling of a key of every family: theirs to ours.
         buffers: What files of old versions also hold and is no weight, such as masks: names in a layer.
+        buffers_once: The same outside the layers: what follows the prefix.
+        head: The name of the output head, which is outside the prefix.
     """
 
     model_type: str
@@ -53,6 +56,9 @@ class Family:
     around: Callable[[Config, Stack], Iterator[Block]] = lambda config, stack: iter(())
     spelled: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    buffers_once: tuple[str, ...] = ()
+    head: str = HEAD
+    renamed: tuple[str, ...] = ()
 
     @property
     def keys(self) -> Keys:

@@ -10,9 +10,11 @@ from shardweave.errors import ModelError
 from shardweave.layout import whole
 from shardweave.models import (
     bloom,
+    chatglm,
     codegen,
     deepseek_v2,
     deepseek_v3,
+    falcon,
     gpt2,
     gpt_bigcode,
     gptj,
@@ -22,12 +24,14 @@ from shardweave.models import (
     mixtral,
     nemotron_h,
     nemotron_nas,
+    phi3,
     qwen2,
     qwen3,
     qwen3_moe,
     qwen3_next,
+    yuan,
 )
-from shardweave.models.blocks import HEAD, Stack, embedding_block, final_block, head_block
+from shardweave.models.blocks import Stack, embedding_block, final_block, head_block
 from shardweave.models.config import Config, load
 from shardweave.models.quantised import quantised
 from shardweave.models.spec import Block, Model
@@ -54,6 +58,10 @@ FAMILIES = {
         gpt_bigcode.FAMILY,
         codegen.FAMILY,
         bloom.FAMILY,
+        falcon.FAMILY,
+        phi3.FAMILY,
+        chatglm.FAMILY,
+        yuan.FAMILY,
     )
 }
 """Every family by its ``model_type``."""
@@ -95,7 +103,7 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
     family = FAMILIES[name]
     where = f"config of {name}"
     read = Config(family.respelled(values, where), family.keys, where)
-    if read.get("architectures") not in (None, [family.architecture]):
+    if read.get("architectures") not in (None, *([name] for name in (family.architecture, *family.renamed))):
         raise read.fail(
             "the tensors are those of the language model with its head",
             f"architectures={read.get('architectures')} != [{family.architecture!r}]",
@@ -111,13 +119,14 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
         embedding,
         *family.layers(read, stack, whole(num_layers)),
         final_block(stack, name=family.final),
-        *(() if tied else (head_block(stack, vocab_size),)),
+        *(() if tied else (head_block(stack, vocab_size, name=family.head),)),
         *family.around(read, stack),
     )
     if (quantisation := values.get("quantization_config")) is not None:
         blocks = quantised(read, quantisation, blocks)
-    aliases = {HEAD: embedding.tensors["embed"].name} if tied else {}
-    once_more = {"embedding": embedding.tensors["embed"].name, "head": aliases.get(HEAD, HEAD)}
+    head = family.head
+    aliases = {head: embedding.tensors["embed"].name} if tied else {}
+    once_more = {"embedding": embedding.tensors["embed"].name, "head": aliases.get(head, head)}
     copies = {
         f"{prefix}layers.{layer}.{copy}": once_more[kind]
         for block in blocks
@@ -129,7 +138,7 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
         f"{prefix}{family.within}.{layer}.{buffer}"
         for layer in range(num_layers)
         for buffer in family.buffers
-    }
+    } | {prefix + buffer for buffer in family.buffers_once}
     return Model(name, num_layers, stack.dtype, blocks, aliases, copies, frozenset(buffers))
 
 

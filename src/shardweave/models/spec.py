@@ -43,6 +43,9 @@ class Block:
                    ``o``, ``o_bias``
     ``conv_attention``, ``conv_mlp``  a ``fused_attention`` and a ``plain_mlp`` whose weights are stored
                    (in, out), as transformers' Conv1D has them
+    ``filtered_attention``, ``shared_qk_attention``  Yuan's, ``attention`` with ``q k v o`` and a filter,
+                   ``conv1 conv1_bias conv2 conv2_bias filter_norm``; or with ``qk qk_scale qk_shift v o``
+    ``gate_up_mlp``  an ``mlp`` with ``gate_up``, whose rows are the gate's and then up's, and ``down``
     ``layer_norms``  norms with biases, ``hidden_size``; ``input_norm post_attention_norm`` and others, each
                    with its ``..._bias``
     ``positions``  learned positions, ``num_positions, hidden_size``; ``positions``
