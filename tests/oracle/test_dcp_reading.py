@@ -28,7 +28,7 @@ from shardweave.errors import (
     OverlapError,
     TruncatedError,
 )
-from shardweave.store import hf_dcp, safetensors, torch_dist
+from shardweave.store import hf_dcp, safetensors, torch_dcp, torch_dist
 from shardweave.store.manifest import Manifest, TensorSpec
 from shardweave.store.read import Reader
 
@@ -108,6 +108,50 @@ def test_the_cuts_are_those_of_the_ranks(saved: Path) -> None:
     # Replicas are there once, and which of them wrote is torch's choice.
     assert {extent.file for extent in tp.tensors["model.1.seen"].extents} == {"__0_0.distcp"}
     assert {"__0_0.distcp", "__0_1.distcp"} < set(hsdp.files)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_states_are_told_apart_without_a_config(name: str, saved: Path) -> None:
+    stored = torch_dist.read(saved / name / "dcp")
+    manifest = torch_dcp.unnamed(stored)
+    truth = load_file(saved / name / "truth.safetensors")
+    names = {key.removeprefix("model."): key for key in truth if key.startswith("model.")}
+    trained = {one for one in names if one.endswith(("weight", "bias", "experts"))}
+    assert len(names) == 22 and len(trained) == 12
+    for weight in trained:
+        for state in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+            names[f"optim/{weight}/{state}"] = f"optim.state.{weight}.{state}"
+    names["other/app.rng.0"] = "app.rng.0"
+    assert manifest.records["keys"] == names and manifest.records["optim"] == "optim."
+    assert_holds(manifest, {new: truth[old] for new, old in names.items()})
+    assert torch_dcp.as_stored(manifest).tensors == stored.tensors
+    groups: dict[str, set[str]] = {}
+    for _, group, setting in torch_dcp.settings(manifest):
+        groups.setdefault(group, set()).add(setting)
+    every = {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable"}
+    every |= {"differentiable", "fused", "decoupled_weight_decay"}
+    # Names that begin with a number are none of groups.
+    assert groups == (dict.fromkeys(trained, every) if name == "hsdp" else {"0": every | {"params"}})
+    assert torch_dcp.named(stored, names).tensors == manifest.tensors
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_weights_are_told_apart_without_an_optimizer(flatten: bool, tmp_path: Path) -> None:
+    weights = {"0.weight": torch.rand(3, 5), "norm.weight": torch.rand(5)}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=flatten)
+
+    def names_of(state: dict[str, Any], name: str) -> list[str]:
+        dcp.save(state, checkpoint_id=tmp_path / name, planner=planner, no_dist=True)
+        manifest = torch_dcp.unnamed(torch_dist.read(tmp_path / name))
+        return sorted(manifest.tensors)
+
+    assert names_of(dict(weights), "alone") == ["0.weight", "norm.weight"]
+    if flatten:
+        beside = {"model": weights, "rng": torch.arange(3)}
+        assert names_of(beside, "model") == ["0.weight", "norm.weight", "other/rng"]
+        assert names_of({"net": weights}, "net") == ["0.weight", "norm.weight"]
+        with pytest.raises(FormatError, match=r"weights are in a folder once.*'policy\.', 'value\.'"):
+            names_of({"policy": weights, "value": weights}, "two")
 
 
 # --- shards in safetensors files ----------------------------------------------------------------

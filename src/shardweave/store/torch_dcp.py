@@ -10,7 +10,7 @@ that follow, and never guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ OTHER: Final = "other/"
 Path = tuple[int | str, ...]
 """The way to a value through nested dicts and lists; torch records it beside the key."""
 
+_GROUPS = re.compile(r"((?:.*?\.)?)param_groups\.")
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -106,10 +107,57 @@ def named(manifest: Manifest, names: Collection[str]) -> Manifest:
             f"{some(map(repr, manifest.tensors), limit=2)}",
             hint="take the config that belongs to the weights; the names are those of Hugging Face",
         )
+    return _renamed(manifest, model, optim, {key: state for key, (_, *state) in states.items()})
+
+
+def unnamed(manifest: Manifest) -> Manifest:
+    """As ``named``, of a model that nobody describes: what the folder says of itself tells weights apart.
+
+    The optimizer is where groups of parameters are; weights are what it has states of, and what lies beside
+    them. Without an optimizer, weights are what was saved as ``model``, or all there is in one place.
+
+    Args:
+        manifest: From ``torch_dist.read``.
+
+    Raises:
+        FormatError: There are two optimizers, or several places where the weights may be.
+    """
+    shown = str(manifest.root)
+    every = [*manifest.tensors, *manifest.records.get("objects", {})]
+    groups = {match[1] for key in every if (match := _GROUPS.match(key)) is not None}
+    optim = _only(groups, "states of an optimizer", shown)
+    states: dict[str, list[str]] = {}
+    for key in manifest.tensors:
+        if optim is not None and key.startswith(f"{optim}state."):
+            name, _, state = key.removeprefix(f"{optim}state.").rpartition(".")
+            states[key] = [name, state]
+    rest = {key for key in manifest.tensors if optim is None or not key.startswith(optim or "state.")}
+    begins = _begins(manifest, rest, {name for name, _ in states.values()})
+    default = key_of(Keys().weight(""))
+    model = default if default in begins and not states else _only(begins, "weights", shown)
+    return _renamed(manifest, model or "", optim, states)
+
+
+def _begins(manifest: Manifest, keys: Set[str], trained: Collection[str]) -> set[str]:
+    """What may stand before the names of weights."""
+    if trained:
+        some_name = min(trained)
+        found = {key.removesuffix(some_name) for key in keys if key.endswith(some_name)}
+        return {begin for begin in found if all(f"{begin}{name}" in keys for name in trained)}
+    # Where torch flattened what it was given, it wrote down the way to each value.
+    ways = manifest.records.get("planner_data") or {}
+    return {key.removesuffix(str(ways[key][-1])) if ways.get(key) else "" for key in keys}
+
+
+def _renamed(
+    manifest: Manifest, model: str, optim: str | None, states: Mapping[str, Sequence[str]]
+) -> Manifest:
+    """The manifest under other names; ``states`` is the weight and which state, by key."""
+    shown = str(manifest.root)
     keys: dict[str, str] = {}
     for key in manifest.tensors:
         if key in states:
-            keys[f"optim/{states[key][1]}/{states[key][2]}"] = key
+            keys["optim/" + "/".join(states[key])] = key
         elif optim is not None and key.startswith(f"{optim}state."):  # of no weight of the model
             name, _, last = key.removeprefix(f"{optim}state.").rpartition(".")
             keys[f"optim/{name}/{last}"] = key
@@ -175,12 +223,15 @@ def settings(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     """
     begin = f"{manifest.records['optim']}param_groups."
     stored = [*manifest.records.get("objects", {}), *manifest.records["keys"].values()]
+    ways = manifest.records.get("planner_data") or {}
     for key in stored:
         if key.startswith(begin):
             rest = key.removeprefix(begin)
             number, _, setting = rest.partition(".")
             name, _, last = rest.rpartition(".")
-            yield (key, number, setting) if number.isdecimal() else (key, name, last)
+            # A name may begin with a number, too; where torch flattened the state, it says so.
+            flat = key in ways and str(ways[key][-1]).startswith("param_groups.")
+            yield (key, number, setting) if number.isdecimal() and not flat else (key, name, last)
 
 
 def plain_setting(value: Any) -> bool:
