@@ -1,0 +1,333 @@
+"""Layers of Falcon, Phi-3, ChatGLM and Yuan under DeepSpeed's own AutoTP: what every rank has of them.
+
+AutoTP parses the model for the layers that sum, walks a block and puts its own layers in the place of the
+linear ones, as ``init_inference`` and a training engine have it do; each layer cuts its weight when it is
+built. Weights are markers, their own numbers, so that what a rank has says where it comes from. Ranks are
+built one after the other in this process: the group that they are given only counts.
+
+ChatGLM and Yuan have remote code. What stands for them here has the names, sizes and class names of theirs,
+which is all that AutoTP looks at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from shardweave.dialects.deepspeed import LAYOUTS, AutoTP
+from shardweave.layout import whole
+from shardweave.models import Model, from_config
+
+pytestmark = pytest.mark.peer("deepspeed")
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Group:
+    """As much of a process group as layers ask for: how many ranks, and which is asking."""
+
+    tp: int
+    rank: int
+
+
+@pytest.fixture(autouse=True)
+def _groups_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from deepspeed import comm
+
+    monkeypatch.setattr(comm, "get_world_size", lambda group=None: group.tp if group else 1)
+    monkeypatch.setattr(comm, "get_rank", lambda group=None: group.rank if group else 0)
+    yield
+
+
+# --- the models ---------------------------------------------------------------------------------
+
+
+def of_transformers(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values))
+
+
+class Part(nn.Module):
+    """A module of the given children, called what its class is called."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+class GLMBlock(Part): ...
+
+
+class ChatGLMModel(Part): ...
+
+
+class ChatGLMForConditionalGeneration(Part): ...
+
+
+class YuanAttention(Part): ...
+
+
+class YuanDecoderLayer(Part): ...
+
+
+class YuanModel(Part): ...
+
+
+class YuanForCausalLM(Part): ...
+
+
+def chatglm(config: dict[str, Any]) -> nn.Module:
+    hidden, ffn, rows = config["hidden_size"], config["ffn_hidden_size"], config["padded_vocab_size"]
+    q = config["num_attention_heads"] * config["kv_channels"]
+    kv = config["multi_query_group_num"] * config["kv_channels"]
+
+    def block() -> GLMBlock:
+        return GLMBlock(
+            input_layernorm=nn.RMSNorm(hidden),
+            self_attention=Part(
+                query_key_value=nn.Linear(hidden, q + 2 * kv), dense=nn.Linear(q, hidden, bias=False)
+            ),
+            post_attention_layernorm=nn.RMSNorm(hidden),
+            mlp=Part(
+                dense_h_to_4h=nn.Linear(hidden, 2 * ffn, bias=False),
+                dense_4h_to_h=nn.Linear(ffn, hidden, bias=False),
+            ),
+        )
+
+    layers = nn.ModuleList(block() for _ in range(config["num_layers"]))
+    return ChatGLMForConditionalGeneration(
+        transformer=ChatGLMModel(
+            embedding=Part(word_embeddings=nn.Embedding(rows, hidden)),
+            encoder=Part(layers=layers, final_layernorm=nn.RMSNorm(hidden)),
+            output_layer=nn.Linear(hidden, rows, bias=False),
+        )
+    )
+
+
+def yuan(config: dict[str, Any]) -> nn.Module:
+    hidden, ffn, rows = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+
+    def linear(columns: int, rows: int) -> nn.Module:
+        return nn.Linear(columns, rows, bias=False)
+
+    def block() -> YuanDecoderLayer:
+        lf_gate = Part(
+            conv1=nn.Conv2d(hidden, hidden // 2, (2, 1)),
+            conv2=nn.Conv2d(hidden // 2, hidden, (2, 1)),
+            output_layernorm=nn.RMSNorm(hidden),
+        )
+        projections = {f"{name}_proj": linear(hidden, hidden) for name in "vqko"}
+        return YuanDecoderLayer(
+            self_attn=YuanAttention(lf_gate=lf_gate, **projections),
+            mlp=Part(
+                up_proj=linear(hidden, ffn), gate_proj=linear(hidden, ffn), down_proj=linear(ffn, hidden)
+            ),
+            input_layernorm=nn.RMSNorm(hidden),
+            post_attention_layernorm=nn.RMSNorm(hidden),
+        )
+
+    layers = nn.ModuleList(block() for _ in range(config["num_hidden_layers"]))
+    model = YuanModel(embed_tokens=nn.Embedding(rows, hidden), layers=layers, norm=nn.RMSNorm(hidden))
+    return YuanForCausalLM(model=model, lm_head=linear(hidden, rows))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to cut.
+
+    Attributes:
+        config: What its tiny config is changed by.
+        build: How it is built.
+        tp: Degrees that it is cut by.
+        rows: Layouts of its weights by role, all of dim 0 of weight and bias; ``column`` where none is said.
+        columns: Layouts of dim 1 of its weights, whose biases are whole.
+    """
+
+    family: str
+    config: Mapping[str, Any]
+    build: Callable[[dict[str, Any]], Any]
+    tp: tuple[int, ...]
+    rows: Mapping[str, str]
+    columns: Mapping[str, str]
+
+
+_O_DOWN = {"o": "row", "down": "row"}
+_MHA = {"new_decoder_architecture": False, "num_kv_heads": 6, "bias": True, "parallel_attn": False}
+CASES = {
+    # 3 KV groups of 2 queries each over 2 and 4 ranks: uneven, and one rank without any.
+    "falcon": Case(
+        "falcon",
+        {"num_kv_heads": 3, "bias": True},
+        of_transformers,
+        (2, 3, 4),
+        {"qkv": "falcon", "up": "column"},
+        _O_DOWN,
+    ),
+    "falcon-mha": Case("falcon", _MHA, of_transformers, (2, 4), {"qkv": "falcon", "up": "column"}, _O_DOWN),
+    "phi3": Case(
+        "phi3",
+        {"hidden_size": 36, "head_dim": ..., "num_key_value_heads": 3},
+        of_transformers,
+        (2, 3, 4),
+        {"qkv": "phi3", "gate_up": "gate_up"},
+        _O_DOWN,
+    ),
+    "chatglm": Case(
+        "chatglm",
+        {"hidden_size": 48},
+        chatglm,
+        (2, 3),
+        {"qkv": "chatglm2", "gate_up": "gate_up"},
+        _O_DOWN,
+    ),
+    "yuan": Case(
+        "yuan",
+        {"hidden_size": 48, "num_attention_heads": 8},
+        yuan,
+        (2, 4),
+        {"q": "column", "k": "column", "v": "yuan_value", "gate": "column", "up": "column"},
+        {"o": "yuan_o_proj", "down": "row"},
+    ),
+    # 3 heads a rank: the middle ones are held by two.
+    "yuan-odd": Case(
+        "yuan",
+        {},
+        yuan,
+        (2,),
+        {"q": "column", "k": "column", "v": "yuan_value", "gate": "column", "up": "column"},
+        {"o": "yuan_o_proj", "down": "row"},
+    ),
+}
+
+
+@pytest.fixture
+def configs(data_dir: Path) -> Callable[[Case], dict[str, Any]]:
+    def read(case: Case) -> dict[str, Any]:
+        path = data_dir / "configs" / "tiny" / f"{case.family}.json"
+        config = json.loads(path.read_text()) | dict(case.config)
+        return {key: value for key, value in config.items() if value is not ...}
+
+    return read
+
+
+# --- both sides ---------------------------------------------------------------------------------
+
+
+def marked(model: Any) -> dict[str, np.ndarray]:
+    """Every parameter filled with numbers that no other element of it has; returns them."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape))
+    return {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def theirs(model: nn.Module, config: dict[str, Any], tp: int, rank: int) -> dict[str, np.ndarray]:
+    """What a rank has of the layers after AutoTP has been over them."""
+    from deepspeed.module_inject.auto_tp import AutoTP as Peer
+
+    read = type("Config", (), config)()
+    for block_class, sums in Peer.tp_parser(model):
+        for block in model.modules():
+            if isinstance(block, block_class):
+                peer = Peer(block, sums, "", None, None, None, model_config=read)
+                peer.mp_size, peer.mp_group = tp, Group(tp, rank)
+                peer.update_linear_policies()
+                peer._replace_module(block)
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+def ours(case: Case, model: Model, whole_arrays: Arrays, tp: int, rank: int) -> dict[str, np.ndarray]:
+    """The same from the layouts."""
+    found: dict[str, np.ndarray] = {}
+    (heads,) = (block for block in model.blocks if "num_heads" in block.sizes)
+    know = AutoTP(tp, heads.sizes["num_heads"], heads.sizes["num_kv_heads"], heads.sizes["hidden_size"])
+    for block in model.blocks:
+        if not block.layers:
+            continue
+        for role, tensor in block.tensors.items():
+            of = role.removesuffix("_bias")
+            for name in tensor.names():
+                array = whole_arrays[name]
+                axis = 0 if of in case.rows else 1
+                layout = case.rows.get(of) or (case.columns.get(of) if role == of else None)
+                if layout is not None:
+                    module = "mlp" if "mlp" in name else "attention"
+                    at = replace(know, name=module) if layout in ("column", "row") else know
+                    kept = [i for _, i in LAYOUTS[layout](whole(array.shape[axis]), rank, at)]
+                    array = np.take(array, kept, axis=axis)
+                found[name] = array
+    return found
+
+
+def differing(case: Case, config: dict[str, Any], tp: int) -> list[str]:
+    """Which arrays of which rank are not what the layouts say."""
+    model = from_config(config)
+    wrong = []
+    for rank in range(tp):
+        built = case.build(config)
+        arrays = marked(built)
+        cut = theirs(built, config, tp, rank)
+        expected = ours(case, model, arrays, tp, rank)
+        assert set(expected) == {name for name in arrays if ".layers." in name or ".h." in name}
+        wrong += [
+            f"{name} of rank {rank}"
+            for name, array in expected.items()
+            if array.shape != cut[name].shape or not np.array_equal(array, cut[name])
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize(("name", "tp"), [(name, tp) for name, case in CASES.items() for tp in case.tp])
+def test_every_rank_has_what_the_layouts_say(
+    configs: Callable[[Case], dict[str, Any]], name: str, tp: int
+) -> None:
+    assert differing(CASES[name], configs(CASES[name]), tp) == []
+
+
+HOOKS = {
+    "fused_LinearLayer": ("qkv", "qkv_bias"),
+    "GateUpPack_LinearLayer": ("gate_up", "gate_up_bias"),
+    "Yuan_LinearLayer": ("v",),
+    "Yuan_LinearAllreduce": ("o",),
+}
+"""DeepSpeed's layers that know how a weight is fused, or how heads share, and the roles that they cut."""
+
+
+HOOKED = {
+    "falcon": ("fused_LinearLayer",),
+    "falcon-mha": ("fused_LinearLayer",),
+    "phi3": ("fused_LinearLayer", "GateUpPack_LinearLayer"),
+    "chatglm": ("fused_LinearLayer", "GateUpPack_LinearLayer"),
+    "yuan": ("Yuan_LinearLayer", "Yuan_LinearAllreduce"),
+    "yuan-odd": ("Yuan_LinearLayer", "Yuan_LinearAllreduce"),
+}
+
+
+@pytest.mark.parametrize(("name", "hook"), [(name, hook) for name in CASES for hook in HOOKED[name]])
+def test_a_layer_that_is_not_put_in_is_seen(
+    configs: Callable[[Case], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str, hook: str
+) -> None:
+    """Where a layer is left as it was, exactly what it would have cut differs, on every rank."""
+    from deepspeed.module_inject import auto_tp
+
+    case, tp = CASES[name], CASES[name].tp[0]
+    monkeypatch.setattr(auto_tp, hook, lambda child, *_, **__: child)
+    config = configs(case)
+    tensors = [(role, t) for block in from_config(config).blocks for role, t in block.tensors.items()]
+    missed = {member for role, tensor in tensors if role in HOOKS[hook] for member in tensor.names()}
+    assert missed and sorted(differing(case, config, tp)) == sorted(
+        f"{member} of rank {rank}" for member in missed for rank in range(tp)
+    )
