@@ -22,7 +22,7 @@ from functools import lru_cache
 from mmap import mmap
 from typing import Any, Final
 
-from shardweave.errors import DtypeError, FormatError, TruncatedError
+from shardweave.errors import DigestError, DtypeError, FormatError, TruncatedError
 from shardweave.store import pickles, pickles_write
 from shardweave.store.manifest import ITEMSIZE
 from shardweave.store.pickles import Allow, Global, Instance, Stored, brief
@@ -79,6 +79,7 @@ _END: Final = struct.Struct("<4s4H2IH")
 _END64: Final = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = struct.Struct("<4sIQI")
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_PIECE: Final = 16 << 20
 _MARKS: Final = (b"PK\x07\x08", b"PK\x03\x04", b"PK\x01\x02")
 
 
@@ -107,6 +108,43 @@ def records(data: Buffer, start: int, length: int, *, where: str) -> dict[str, t
         TruncatedError: The stream reaches past the file, or ends before its directory.
         FormatError: It is no zip archive, has compressed or encrypted records, or contradicts itself.
     """
+    entries = _entries(data, start, length, where=where)
+    return {name: (begin, size) for name, (begin, size, _) in entries.items()}
+
+
+def verify(data: Buffer, start: int, length: int, *, where: str) -> int:
+    """Compare the records of a stream with the CRCs in its directory.
+
+    torch computes them when it saves, unless it was told not to
+    (``torch.serialization.set_crc32_options``), and does not look at them when it loads.
+
+    Returns:
+        How many bytes were compared: those of the records that have a CRC.
+
+    Raises:
+        DigestError: One differs; what it was saved with is not what it holds.
+        TruncatedError, FormatError: As ``records``.
+    """
+    compared = 0
+    for name, (begin, size, crc) in _entries(data, start, length, where=where).items():
+        if not crc:
+            continue
+        found = 0
+        for at in range(begin, begin + size, _PIECE):
+            found = zlib.crc32(data[at : min(at + _PIECE, begin + size)], found)
+        if found != crc:
+            raise DigestError(
+                "bytes have the CRC that was stored with them",
+                where=f"{where}, stream at byte {start}, record {name!r}",
+                equation=f"crc32({found:08x}) != {crc:08x}",
+                hint="the file is damaged, and torch would load it; restore it from its source",
+            )
+        compared += size
+    return compared
+
+
+def _entries(data: Buffer, start: int, length: int, *, where: str) -> dict[str, tuple[int, int, int]]:
+    """First byte, size and CRC of each record."""
     if start < 0 or length < 0 or start + length > len(data):
         raise TruncatedError(
             "a file holds the streams that its index lists",
@@ -146,12 +184,12 @@ def records(data: Buffer, start: int, length: int, *, where: str) -> dict[str, t
     if disk or first or here != count or offset + size != stop - start or count * _CENTRAL.size > size:
         raise _broken(where, f"directory({offset} + {size}) of {count} records, end record at {stop - start}")
 
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int, int]] = {}
     folder, at = None, start + offset
     for _ in range(count):
         if at + _CENTRAL.size > stop:
             raise _broken(where, "the directory is shorter than its records")
-        magic, _, _, flags, method, _, _, _, packed, plain, name_len, extra_len, comment, _, _, _, local = (
+        magic, _, _, flags, method, _, _, crc, packed, plain, name_len, extra_len, comment, _, _, _, local = (
             _CENTRAL.unpack_from(data, at)
         )
         end = at + _CENTRAL.size + name_len + extra_len + comment
@@ -173,7 +211,7 @@ def records(data: Buffer, start: int, length: int, *, where: str) -> dict[str, t
         key = tail.decode("utf-8", "replace")
         if head != folder or not tail or key in found:
             raise _broken(where, f"record {name!r} is there twice or outside the folder of the others")
-        found[key] = begin, plain
+        found[key] = begin, plain, crc
         at = end
     if at != stop:
         raise _broken(where, f"{stop - at} bytes after the last directory entry")
@@ -321,7 +359,7 @@ _TENSOR_NAMES: Final[Mapping[tuple[str, str], pickles.Builder | None]] = {
 # --- writing ------------------------------------------------------------------------------------
 
 
-class _Archive:
+class Zip:
     """A zip archive as it grows: what goes before the next payload, and the directory for the end."""
 
     def __init__(self) -> None:
@@ -357,6 +395,7 @@ class _Archive:
         self._length += len(data)
 
     def record(self, name: str, data: bytes, *, align: bool = False) -> None:
+        """A record whose bytes are known."""
         self.header(name, len(data), zlib.crc32(data), align=align)
         self._add(data)
 
@@ -367,18 +406,21 @@ class _Archive:
         return taken
 
     def close(self) -> bytes:
+        """What is left to be written, the directory at its end."""
         offset, size = self._length, len(self._directory)
         self._add(bytes(self._directory))
         end = self._length
-        if offset >= _FULL32:
+        count = min(self._count, _FULL16)
+        if offset >= _FULL32 or count == _FULL16:
             self._add(_END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, self._count, self._count, size, offset))
             self._add(_LOCATOR.pack(b"PK\x06\x07", 0, end, 1))
-        self._add(_END.pack(b"PK\x05\x06", 0, 0, self._count, self._count, size, min(offset, _FULL32), 0))
+        self._add(_END.pack(b"PK\x05\x06", 0, 0, count, count, size, min(offset, _FULL32), 0))
         return self.take()
 
 
-def _preamble(pickled: bytes) -> _Archive:
-    archive = _Archive()
+def preamble(pickled: bytes) -> Zip:
+    """An archive with all that comes before the first storage."""
+    archive = Zip()
     archive.record("data.pkl", pickled)
     archive.record(".format_version", b"1")
     archive.record(".storage_alignment", str(ALIGNMENT).encode())
@@ -387,13 +429,32 @@ def _preamble(pickled: bytes) -> _Archive:
     return archive
 
 
-def _rebuild(key: str, dtype: str, shape: tuple[int, ...]) -> Instance:
-    """The call that makes a row-major tensor of storage ``key``, as torch itself writes it."""
-    numel, typed = math.prod(shape), _TYPED.get(dtype)
+def rebuild(
+    key: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    offset: int = 0,
+    strides: tuple[int, ...] | None = None,
+    num_bytes: int | None = None,
+) -> Instance:
+    """The call that makes a tensor of storage ``key``, as torch itself writes it.
+
+    Args:
+        key: Name of the storage among those of the archive.
+        dtype: Of the tensor, and of all others of this storage.
+        shape: Of the tensor.
+        offset: Its first element, counted in the storage.
+        strides: In elements; row-major by default.
+        num_bytes: Of the storage; by default it is the tensor's own.
+    """
+    itemsize = _itemsize(dtype, "a tensor to be written")
+    num_bytes = math.prod(shape) * itemsize if num_bytes is None else num_bytes
+    typed = _TYPED.get(dtype)
     kind = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
-    storage = Stored(("storage", kind, key, "cpu", numel if typed else numel * ITEMSIZE[dtype]))
+    storage = Stored(("storage", kind, key, "cpu", num_bytes // itemsize if typed else num_bytes))
     hooks = Instance(Global("collections", "OrderedDict"))
-    args = storage, 0, shape, _row_major(shape), False, hooks
+    args = storage, offset, shape, _row_major(shape) if strides is None else strides, False, hooks
     if typed:
         return Instance(Global("torch._utils", "_rebuild_tensor_v2"), args)
     return Instance(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype)))
@@ -402,7 +463,7 @@ def _rebuild(key: str, dtype: str, shape: tuple[int, ...]) -> Instance:
 @lru_cache(maxsize=4096)
 def _pickled(dtype: str, shape: tuple[int, ...]) -> bytes:
     """The pickle of one tensor; the chunks of a stacked tensor are thousands of the same shape."""
-    return pickles_write.dump(_rebuild("0", dtype, shape))
+    return pickles_write.dump(rebuild("0", dtype, shape))
 
 
 @lru_cache(maxsize=4096)
@@ -423,7 +484,7 @@ def frame(dtype: str, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, byte
     (0, True)
     """
     num_bytes = math.prod(shape) * _itemsize(dtype, "a tensor to be written")
-    archive = _preamble(_pickled(dtype, shape))
+    archive = preamble(_pickled(dtype, shape))
     archive.header("data/0", num_bytes, crc, align=True)
     return archive.take(num_bytes), archive.close()
 
@@ -434,9 +495,9 @@ def stream(value: Any) -> bytes:
 
     def tensor(leaf: Mapping[str, Any]) -> Instance:
         payloads.append(leaf["data"])
-        return _rebuild(str(len(payloads) - 1), leaf["$leaf"], tuple(leaf["shape"]))
+        return rebuild(str(len(payloads) - 1), leaf["$leaf"], tuple(leaf["shape"]))
 
-    archive = _preamble(pickles_write.dump(pickles_write.from_plain(value, leaf=tensor)))
+    archive = preamble(pickles_write.dump(pickles_write.from_plain(value, leaf=tensor)))
     for i, payload in enumerate(payloads):
         archive.record(f"data/{i}", payload, align=True)
     return archive.close()
