@@ -48,8 +48,8 @@ MOST_PIECES = 1 << 21
 """The most blocks of a document. A model of 723 weights has 0.07 million at 8 ranks, 0.6 million at 64."""
 
 POWERS: Mapping[str, int] = MappingProxyType({"fp32": 1, "master": 1, "exp_avg": -1, "exp_avg_sq": -2})
-"""How a scale applies to what is stored of a weight. What is held s times as large has gradients that are s times
-as small, so Adam's first moment has the inverse of s and its second moment the inverse square."""
+"""How a scale applies to what is stored of a weight. What is held s times as large has gradients that are s
+times as small, so Adam's first moment has the inverse of s and its second moment the inverse square."""
 
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _PIECE = {"shape", "source", "dest", "locations"}
@@ -77,6 +77,8 @@ def read(data: object, *, tp: int | None = None, patterns: bool = True) -> dict[
         _refuse("an affine map has a known version", "affine_map", f"version({version!r}) != {VERSION}")
     named = dict(document)
     del named["version"]
+    if not named:
+        _refuse("an affine map says of weights where they are", "affine_map", "no params, and no patterns")
     if "params" in named:
         if len(named) > 1:
             other = next(key for key in named if key != "params")

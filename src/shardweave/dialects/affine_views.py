@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from shardweave.errors import BufferRuleError, FormatError, OutsideError
+from shardweave.errors import BufferRuleError, FormatError, OutsideError, OverlapError
 from shardweave.layout.table import Ints
 
 Axis = tuple[int, int, int]
@@ -63,6 +63,7 @@ def blocks_of_views(
 
     Raises:
         OutsideError: A view begins before the begin or reaches past the end.
+        OverlapError: A view has a place twice.
         BufferRuleError: A view is no block of the tensor at a place of the shard.
         FormatError: A number is too large, or blocks are too many.
     """
@@ -171,6 +172,16 @@ def _expand(
                 equation=f"last({last}) >= numel({math.prod(shapes[side])})",
                 hint="it would read its neighbour in memory; the description is damaged",
             )
+        inner = 0
+        for axis in sorted(axes, key=lambda axis: axis[1 + side]):
+            if axis[1 + side] <= inner:
+                raise OverlapError(
+                    f"a view has each place of its {what} once",
+                    where=where,
+                    equation=f"stride({axis[1 + side]}) <= reach({inner}) of the axes inside it",
+                    hint="one element would overwrite another; the description is damaged",
+                )
+            inner += (axis[0] - 1) * axis[1 + side]
     for side in (0, 1):
         axes = _told_apart(axes, offsets[side], shapes[side], side, where)
     dims = len(shapes[0])
