@@ -282,7 +282,7 @@ def job_report(job: Job) -> dict[str, Any]:
     from shardweave.store.safetensors import files_of
 
     source, wanted = job.source, job.target
-    stored = [source.manifest.tensors[name] for name in source.layout.arrays(0)]
+    stored = list(source.stored.values())
     report: dict[str, Any] = {
         "source": {
             "path": named(source.manifest.root),

@@ -7,14 +7,17 @@ checkpoint is in ``check``, comparing two in ``diff``.
 from __future__ import annotations
 
 from shardweave.convert.accounting import Account, account
+from shardweave.convert.checkpoint import Checkpoint, OptimizerState, Settings, Weight
 from shardweave.convert.compare import Difference, check_replicas, differences
-from shardweave.convert.convert import Job, Report, convert, prepare
-from shardweave.convert.source import FORMATS, Checkpoint, detect, open_checkpoint
-from shardweave.convert.states import OptimizerState, Settings, Weight, states
-from shardweave.convert.target import Geometry, Target, target
+from shardweave.convert.convert import Job, Report, convert, prepare, states
+from shardweave.convert.formats import FORMATS, detect
+from shardweave.convert.formats.native import GROUPS
+from shardweave.convert.source import open_checkpoint
+from shardweave.convert.target import Geometry, Target, Wanted, Zero
 
 __all__ = [
     "FORMATS",
+    "GROUPS",
     "Account",
     "Checkpoint",
     "Difference",
@@ -24,7 +27,9 @@ __all__ = [
     "Report",
     "Settings",
     "Target",
+    "Wanted",
     "Weight",
+    "Zero",
     "account",
     "check_replicas",
     "convert",
@@ -33,5 +38,4 @@ __all__ = [
     "open_checkpoint",
     "prepare",
     "states",
-    "target",
 ]

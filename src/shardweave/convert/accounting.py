@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardweave.convert.source import Checkpoint
+from shardweave.convert.checkpoint import Checkpoint
 from shardweave.errors import AccountingError
-from shardweave.layout import Tensor
+from shardweave.layout import Buffer, Layout, Tensor
 from shardweave.layout.dtype import itemsize
+from shardweave.layout.holders import first_holders
 from shardweave.plan import Plan
+from shardweave.store.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +46,31 @@ def account(source: Checkpoint, plan: Plan) -> Account:
     """
     layout, manifest = source.layout, source.manifest
     places = manifest.records.get("objects", {})
-    used = replica = 0
-    padding: dict[str, int] = {}
+    shared = _shared(manifest)
     held: dict[Tensor, int] = defaultdict(int)
-    for rule in layout.rules:
-        buffer = rule.at(layout.mesh, 0)
-        assert buffer is not None, "a stored layout has one rank"
-        size = itemsize(rule.dtype)
-        real = 0
-        for part in rule.parts:
-            elements = sum(piece.box.numel for piece in buffer.pieces() if piece.tensor == part.tensor)
-            real += elements
-            if part.replica:
-                replica += elements * size
-            else:
-                used += elements * size
-                held[part.tensor] += elements
-        if buffer.numel != real:
-            padding[buffer.name] = (buffer.numel - real) * size
-    read: dict[Tensor, int] = defaultdict(int)
-    for family in plan.families:
-        # What is written once more, as a replica, uses nothing further.
-        parts = plan.dst.rules[family.dst_rule].parts
-        if not any(part.replica for part in parts if part.tensor == family.tensor):
-            read[family.tensor] += int(family.numel[family.box].sum())
-    for tensor, elements in held.items():
-        if read[tensor] != elements:
+    used = 0
+    for key, buffer, elements in _arrays(first_holders(layout)):
+        for tensor, count in elements.items():
+            held[tensor] += count
+        if key not in shared:
+            used += sum(elements.values()) * itemsize(buffer.dtype)
+    stored, padding = 0, dict[str, int]()
+    for key, buffer, elements in _arrays(layout):
+        if key in shared:
+            continue
+        real, size = sum(elements.values()), itemsize(buffer.dtype)
+        stored += real * size
+        if math.prod(buffer.shape) != real:
+            padding[key] = (math.prod(buffer.shape) - real) * size
+    replica = stored - used
+    for tensor, count in held.items():
+        # A plan is proved to fill every element of every tensor that its target has.
+        read = tensor.numel if tensor in plan.dst.holders else 0
+        if read != count:
             raise AccountingError(
                 "every weight of the source is used",
                 where=f"tensor {tensor.name!r}",
-                equation=f"read {read[tensor]} of {elements} elements",
+                equation=f"read {read} of {count} elements",
                 hint="choose a target that holds it: a conversion drops no weight",
             )
     left_out = {key: manifest.tensors[key].num_bytes for key in source.left_out}
@@ -97,3 +95,27 @@ def account(source: Checkpoint, plan: Plan) -> Account:
         )
     reasons = {**source.left_out, **dict.fromkeys(objects, "object of the framework, cannot be converted")}
     return Account(used, replica, padding, left_out, total - payload, total, reasons)
+
+
+def _arrays(layout: Layout) -> Iterator[tuple[str, Buffer, Mapping[Tensor, int]]]:
+    """Every array by key, with its buffer and the elements of each tensor in it."""
+    counts: dict[int, Mapping[Tensor, int]] = {}
+    for key, (buffer, _) in layout.stored().items():
+        if id(buffer) not in counts:
+            found: Counter[Tensor] = Counter()
+            for piece in buffer.pieces():
+                found[piece.tensor] += piece.box.numel
+            members = math.prod(len(buffer.dims[d]) for d in buffer.separate)
+            counts[id(buffer)] = {tensor: count // members for tensor, count in found.items()}
+        yield key, buffer, counts[id(buffer)]
+
+
+def _shared(manifest: Manifest) -> frozenset[str]:
+    """The keys of arrays that are stored in the bytes of one before them."""
+    seen: dict[object, str] = {}
+    for key, tensor in manifest.tensors.items():
+        if tensor.extents:
+            seen.setdefault(tensor.extents, key)
+    return frozenset(
+        key for key, tensor in manifest.tensors.items() if tensor.extents and seen[tensor.extents] != key
+    )

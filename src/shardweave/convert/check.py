@@ -11,11 +11,14 @@ import numpy as np
 import xxhash
 
 from shardweave.convert.accounting import account
+from shardweave.convert.checkpoint import Checkpoint
 from shardweave.convert.compare import check_replicas
-from shardweave.convert.source import Checkpoint, open_checkpoint, read_files
+from shardweave.convert.formats import FORMATS
+from shardweave.convert.source import open_checkpoint, read_files
 from shardweave.convert.staging import FOLDER, require_finished
 from shardweave.dialects import hf
 from shardweave.errors import DigestError, ShardweaveError
+from shardweave.layout.holders import first_holders
 from shardweave.plan import plan
 from shardweave.store import digest, native
 from shardweave.store.manifest import Manifest
@@ -106,7 +109,7 @@ def check(
     manifest = checked.attempt("files", lambda: read_files(root), _files)
     if manifest is None:
         return checked
-    checked.format = "megatron" if manifest.format == "torch_dist" else manifest.format
+    checked.format = manifest.format
     if config is None and not _describes_itself(manifest):
         checked.skip("model", "no config is given or found; names and shapes are not compared")
     else:
@@ -134,13 +137,7 @@ def _files(manifest: Manifest) -> str:
 
 def _describes_itself(manifest: Manifest) -> bool:
     root = manifest.root if manifest.root.is_dir() else manifest.root.parent
-    common = manifest.records.get("common", {})
-    about = manifest.records.get("about")
-    return (
-        (root / "config.json").is_file()
-        or (isinstance(common, dict) and "args" in common)
-        or bool(about is not None and about.config)
-    )
+    return (root / "config.json").is_file() or FORMATS[manifest.format].config(manifest) is not None
 
 
 def _check_model(checked: Checked, root: Path, config: Path | Mapping[str, Any] | None) -> None:
@@ -155,7 +152,7 @@ def _check_model(checked: Checked, root: Path, config: Path | Mapping[str, Any] 
     if source is None:
         return
     checked.attempt("coverage", lambda: _coverage(source), lambda found: found)
-    if any(part.replica for rule in source.layout.rules for part in rule.parts):
+    if first_holders(source.layout) != source.layout:
         checked.attempt("replicas", lambda: check_replicas(source), lambda size: f"{size:,} bytes agree")
 
 

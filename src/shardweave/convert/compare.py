@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardweave.convert.checkpoint import Checkpoint
+from shardweave.convert.execute import by_stored_keys
 from shardweave.convert.slabs import slabs
-from shardweave.convert.source import Checkpoint
 from shardweave.errors import ReplicaError
-from shardweave.layout import Box, Layout
+from shardweave.layout import Box
 from shardweave.layout.dtype import itemsize
+from shardweave.layout.holders import first_holders
 from shardweave.plan import Copy, Plan, plan
 from shardweave.store.manifest import Manifest
 from shardweave.store.read import Reader
@@ -56,6 +58,9 @@ def differences(
     """
     with Reader(left) as a, Reader(right) as b:
         for copy in compared.copies():
+            copy = by_stored_keys(compared, copy)
+            if left is right and copy.src_name == copy.dst_name:
+                continue
             for block in _by_member(copy):
                 found = _compare(block, a, b)
                 if progress is not None:
@@ -138,20 +143,24 @@ def check_replicas(checkpoint: Checkpoint) -> int:
     Raises:
         ReplicaError: They differ; the message names the first element.
     """
-    layout = checkpoint.layout
-    owners = [rule for rule in layout.rules if not any(part.replica for part in rule.parts)]
-    copies = [rule for rule in layout.rules if any(part.replica for part in rule.parts)]
+    layout, manifest = checkpoint.layout, checkpoint.manifest
+    first = first_holders(layout)
+    kept = {rule.name: rule for rule in first.rules}
+    copies = tuple(rule for rule in layout.rules if kept.get(rule.name) != rule)
     if not copies:
         return 0
-    compared = plan(
-        Layout("owner", layout.mesh, tuple(owners)), Layout("replica", layout.mesh, tuple(copies))
-    )
-    for found in differences(compared, checkpoint.manifest, checkpoint.manifest):
+    compared, num_bytes = plan(first, replace(layout, rules=copies)), 0
+
+    def tell(count: int) -> None:
+        nonlocal num_bytes
+        num_bytes += count
+
+    for found in differences(compared, manifest, manifest, progress=tell):
         raise ReplicaError(
             "replicas hold the same bytes",
             where=f"tensor {found.tensor!r} at {found.index}",
             equation=f"{found.left} in {found.left_key!r} != {found.right} in {found.right_key!r}, "
             f"{found.num_elements} elements differ",
-            hint="the copies of a tied tensor drifted apart; decide which is right and store it once",
+            hint="copies of a tied tensor, or of ranks, drifted apart; decide which is right and store that",
         )
-    return compared.num_bytes
+    return num_bytes

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from shardweave.convert.accounting import Account, account
+from shardweave.convert.checkpoint import Checkpoint, OptimizerState, Settings
 from shardweave.convert.compare import check_replicas
 from shardweave.convert.execute import execute, facts_of, unwritable
+from shardweave.convert.formats import FORMATS, written
 from shardweave.convert.journal import Journal
-from shardweave.convert.source import Checkpoint, open_checkpoint
+from shardweave.convert.masters import with_states
+from shardweave.convert.source import open_checkpoint
 from shardweave.convert.staging import Staging, reserve, write_text
-from shardweave.convert.states import MASTER, OptimizerState, Settings, states
-from shardweave.convert.target import Geometry, Target, target
-from shardweave.errors import JournalError, PathError
-from shardweave.layout import format_layout
+from shardweave.convert.target import Target, Wanted
+from shardweave.errors import DtypeError, JournalError, PathError
+from shardweave.layout import Layout, format_layout
 from shardweave.plan import Plan, needed_bytes, plan
-from shardweave.store import digest, native, torch_dcp
+from shardweave.store import digest, native
 from shardweave.store.manifest import Extent, Manifest
 from shardweave.store.paths import inside
-from shardweave.store.torch_dcp import Keys
 
 _BESIDE = (
     "generation_config.json",
@@ -45,8 +46,6 @@ _BESIDE = (
 )
 """What belongs to a model beside its weights and config; copied as it is where the source has it."""
 
-_WITH_STATES = ("native", "dcp")
-_ROUNDED = "rounded from its master, which is converted in its place"
 _NO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
 
 
@@ -109,74 +108,62 @@ def prepare(
     *,
     to: str,
     config: Path | Mapping[str, Any] | None = None,
-    geometry: Geometry | None = None,
-    dtype: str | None = None,
-    stacked_experts: bool = False,
-    max_file_bytes: int = 5_000_000_000,
+    layout: Layout | None = None,
     weights_only: bool = False,
-    keys: Keys | None = None,
     settings: Settings | None = None,
+    **wanted: Any,
 ) -> Job:
     """Open a source, decide the target, plan and prove; nothing is written.
 
-    The state of an optimizer goes with the weights where both formats have a place for it, which are
-    ``"native"`` and ``"dcp"``, and where weights keep their values: with a ``dtype`` it is left out.
+    The state of an optimizer goes with the weights where both formats have a place for it. A target that
+    keeps no masters has weights in full precision; where it is asked for rounded ones, the state is left out.
 
     Args:
         src: The source folder, or one safetensors file.
         to: The target's format, one of ``FORMATS``.
         config: The model's Hugging Face config; by default the one in the source.
-        geometry: Of the Megatron job that the target is cut for.
-        dtype: Convert all weights to this dtype, rounding where it is narrower.
-        stacked_experts: Whether a Hugging Face target stores the experts of a layer as one array.
-        max_file_bytes: Start another file where one would grow beyond this.
+        layout: Which shard of a rank of the source holds what, where its format does not say.
         weights_only: Whether to leave out the state of the optimizer in any case.
-        keys: Under which keys a target of torch.distributed.checkpoint has what.
         settings: What reads the settings of the optimizer off a native checkpoint that a run saved;
             ``shardweave.train.interchange.settings_of``.
+        wanted: What is asked of the target; the attributes of ``Wanted``.
     """
-    source = open_checkpoint(src, config=config)
+    form = written(to)
+    asked = Wanted(**wanted)
+    source = open_checkpoint(src, config=config, layout=layout)
     state = None
-    if to in _WITH_STATES and not weights_only and dtype is None:
+    # Where a target has no masters, rounded weights would be those that the run goes on with.
+    if form.takes_states and not weights_only and (asked.dtype is None or form.masters):
         state = states(source, settings=settings)
     if state is not None:
-        source, state = _with_states(source, state, to)
-    wanted = target(
-        source,
-        to=to,
-        geometry=geometry,
-        dtype=dtype,
-        stacked_experts=stacked_experts,
-        max_file_bytes=max_file_bytes,
-        state=state,
-        keys=keys,
-    )
-    return Job(source, wanted, plan(source.layout, wanted.layout, allow_casts=dtype is not None))
+        source, state = with_states(source, state, masters=form.masters, dtype=asked.dtype)
+    if asked.dtype and source.model.scaled:
+        raise DtypeError(
+            "a dtype is asked of weights whose values are their own",
+            where=str(source.manifest.root),
+            equation=f"dtype({asked.dtype}), and weights are float8_e4m3fn with scales of blocks",
+            hint="leave --dtype out: quantised weights and their scales stay as they are",
+        )
+    assert form.target is not None, "written() gives no other"
+    made = form.target(source, state, asked)
+    return Job(source, made, plan(source.layout, made.layout, allow_casts=asked.dtype is not None))
 
 
-def _with_states(source: Checkpoint, state: OptimizerState, to: str) -> tuple[Checkpoint, OptimizerState]:
-    """The source with the states among what it holds.
+def states(source: Checkpoint, *, settings: Settings | None = None) -> OptimizerState | None:
+    """What a checkpoint holds of an optimizer; ``None`` where it, or its format, has weights only.
 
-    torch has no masters: its weights are those. A weight that was rounded from one is then left out.
+    Args:
+        source: The checkpoint.
+        settings: What reads the settings off a native checkpoint that a run saved.
+
+    Raises:
+        UnknownNameError: A weight lacks a state that others of its family have, or a state is of no weight.
+        OutsideError: A state has another shape than its weight.
+        DtypeError: A state has another dtype than that of the other weights of a family.
+        FormatError: A count or a setting is no plain value, or weights have settings twice or not at all.
     """
-    kept = list(state.layout.rules)
-    weights = list(source.layout.rules)
-    left_out = {key: why for key, why in source.left_out.items() if key not in state.read}
-    if to == "dcp":
-        masters = {rule.name: rule for rule in kept if rule.name.endswith(f"/{MASTER}")}
-        kept = [rule for rule in kept if rule.name not in masters]
-        for i, rule in enumerate(weights):
-            master = masters.get(f"optim/{rule.name}/{MASTER}")
-            if master is not None:
-                weights[i] = replace(master, parts=rule.parts)
-                buffer = rule.at(source.layout.mesh, 0)
-                assert buffer is not None, "a stored layout has one rank"
-                left_out |= dict.fromkeys((name for name, _ in buffer.members()), _ROUNDED)
-    layout = replace(source.layout, rules=(*weights, *kept))
-    for name in layout.arrays(0):
-        left_out.pop(name, None)
-    state = replace(state, layout=replace(state.layout, rules=tuple(kept)))
-    return replace(source, layout=layout, left_out=left_out, read=state.read), state
+    of = FORMATS[source.format].states
+    return None if of is None else of(source, settings)
 
 
 def convert(
@@ -261,10 +248,7 @@ def _carry_out(
             if digests and job.source.format == "native":
                 native.verify(job.source.manifest)
             elif digests and (job.source.manifest.root / digest.SIDECAR).exists():
-                manifest = job.source.manifest
-                if job.source.format == torch_dcp.FORMAT:
-                    manifest = torch_dcp.as_stored(manifest)
-                digest.verify(manifest, workers=workers)
+                digest.verify(FORMATS[job.source.format].as_stored(job.source.manifest), workers=workers)
             check_replicas(job.source)
         staging.take_up(identity)
         if not staging.ready:
@@ -285,12 +269,12 @@ def _carry_out(
                     journal,
                     memory_bytes=memory_bytes,
                     workers=workers,
-                    crc=job.target.format in ("megatron", "dcp"),
+                    crc=job.target.crc,
                     progress=tell,
                 )
                 _write_constants(job, manifest, journal, tell)
                 _check_unchanged(job, identity)
-                if digests and job.target.format != "native":  # which has digests of its own
+                if digests and not job.target.own_digests:
                     digest.write_sidecar(staging.data, _digests(manifest, journal, workers))
                 config = _write_beside(job, staging.data, fsync=fsync)
                 job.target.finish(manifest, _facts(manifest, journal), config=config, fsync=fsync)
@@ -318,7 +302,7 @@ def _identity(job: Job) -> dict[str, str]:
         for name, size in sorted(manifest.files.items())
     }
     specs = [[spec.key, spec.dtype, spec.shape, spec.chunks] for spec in job.target.specs]
-    beside = [[key, data.hex()] for key, data in [*job.target.objects.items(), *job.target.constants.items()]]
+    beside = [[key, data.hex()] for key, data in [*job.target.fixed.items(), *job.target.constants.items()]]
 
     def fingerprint(value: object) -> str:
         return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
@@ -374,7 +358,7 @@ def _write_constants(job: Job, manifest: Manifest, journal: Journal, tell: Calla
         with inside(manifest.root, extent.file, where=str(manifest.root)).open("r+b") as file:
             file.seek(extent.start)
             file.write(data)
-        journal.add(key, 0, facts_of(data, crc=job.target.format == "dcp"))
+        journal.add(key, 0, facts_of(data, crc=job.target.crc))
         tell(len(data))
 
 

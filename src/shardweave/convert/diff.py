@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from shardweave.convert.checkpoint import Checkpoint
 from shardweave.convert.compare import Difference, check_replicas, differences
-from shardweave.convert.source import Checkpoint, open_checkpoint
+from shardweave.convert.source import open_checkpoint
 from shardweave.convert.staging import require_finished
 from shardweave.layout import Layout, Tensor
 from shardweave.layout.dtype import itemsize

@@ -13,7 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -54,15 +54,13 @@ class Task:
 def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
     """Every extent of the target; one buffer rule's copies at a time."""
     for number, rule in enumerate(plan.dst.rules):
-        buffer = rule.at(plan.dst.mesh, 0)
-        if buffer is None:
-            continue
-        by_name: dict[str, list[Copy]] = defaultdict(list)
+        by_key: dict[str, list[Copy]] = defaultdict(list)
         for copy in plan.copies(family for family in plan.families if family.dst_rule == number):
-            by_name[copy.dst_name].append(copy)
-        padded = any(None in {run.label for run in dim.runs} for dim in buffer.dims)
-        for name, _ in buffer.members():
-            tensor, copies = target.tensors[name], by_name[name]
+            copy = by_stored_keys(plan, copy)
+            by_key[copy.dst_name].append(copy)
+        for key, (buffer, _) in replace(plan.dst, rules=(rule,)).stored().items():
+            padded = any(None in {run.label for run in dim.runs} for dim in buffer.dims)
+            tensor, copies = target.tensors[key], by_key[key]
             boxes = Boxes(
                 [[r[0] for r in copy.dst_box.dims] for copy in copies],
                 [[r[-1] - r[0] + 1 for r in copy.dst_box.dims] for copy in copies],
@@ -72,6 +70,14 @@ def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
                 low = np.array(ends[0].offset, np.int64)
                 high = np.array(ends[1].offset, np.int64) + np.array(ends[1].shape, np.int64)
                 yield Task(tensor, numbers, tuple(copies[c] for c in boxes.touching(low, high)), padded)
+
+
+def by_stored_keys(plan: Plan, copy: Copy) -> Copy:
+    """A copy whose arrays are named as they are stored."""
+    if plan.src.mesh.size == 1 == plan.dst.mesh.size:
+        return copy
+    src, dst = plan.src.key(copy.src_rank, copy.src_name), plan.dst.key(copy.dst_rank, copy.dst_name)
+    return replace(copy, src_name=src, dst_name=dst)
 
 
 def _side_by_side(tensor: StoredTensor) -> Iterator[tuple[int, ...]]:
@@ -232,12 +238,10 @@ class _Worker:
             blocks.append(
                 range(mine[skip], mine[skip] + (count - 1) * step * mine.step + 1, step * mine.step)
             )
-        place = words[
-            tuple(
-                slice(r.start - s.start, r.stop - s.start, r.step)
-                for r, s in zip(common, slab.dims, strict=True)
-            )
-        ]
+        # The ellipsis keeps a view where there are no dims, and numpy would give a number.
+        inside = zip(common, slab.dims, strict=True)
+        at: tuple[Any, ...] = tuple(slice(r.start - s.start, r.stop - s.start, r.step) for r, s in inside)
+        place = words[(*at, ...)]
         offset = [r.start for r in blocks]
         source_dtype = self.dtypes[copy.src_name]
         dense = all(r.step == 1 or len(r) == 1 for r in blocks)

@@ -1,163 +1,184 @@
-"""The state of an optimizer in a checkpoint: tensors beside the weights, a count, and settings.
+"""The state of an optimizer in a checkpoint: tensors beside the weights, counts, and settings.
 
 A state is one more tensor of the shape of its weight, ``optim/{name}/{state}``, so a layout of weights is one
 of states with other names, and all that is done with weights is done with states. Beside them there are two
-things that no layout has: how many updates were made, and with which settings. Both are read here, so that
-a state that cannot be continued is refused before a byte is written.
+things that no layout has: how many updates were made, and with which settings. Both are read by the formats,
+so that a state that cannot be continued is refused before a byte is written.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
-from shardweave.convert.source import Checkpoint, as_stored
-from shardweave.errors import FormatError, ReplicaError, UnknownNameError
-from shardweave.layout import BufferRule, Layout, Part
-from shardweave.store import torch_dcp, torch_dist
+from shardweave.convert.arrays import as_stored
+from shardweave.convert.checkpoint import Checkpoint, OptimizerState, Weight
+from shardweave.errors import BufferRuleError, FormatError, UnknownNameError
+from shardweave.layout import Buffer, BufferRule, Dim, Layout, Part, Run, Tensor, narrowed
 from shardweave.store.manifest import StoredTensor
-from shardweave.store.native_manifest import About
-from shardweave.store.read import Reader
+from shardweave.store.optimizer import OptimizerRecord
 from shardweave.store.strict_json import some
+from shardweave.store.torch_dcp import plain_setting
 
-MASTER, STEP = "master", "step"
-COUNT = "optim/all/step"
-"""The key of the number of updates in a native checkpoint."""
-ADAM, MUON = frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"})
-"""The states that weights have of AdamW, and of Muon."""
-GROUPS = "param_groups"
-"""What a native checkpoint calls the settings of an optimizer that it was converted with."""
-
-_NUMBERS = ("float32", "float64", "int32", "int64")
-_HINT = "convert the weights alone with --weights-only"
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A weight that an optimizer updates.
-
-    Attributes:
-        name: Its name in files of Hugging Face, each expert on its own.
-        shape: Its shape.
-        states: Which states it has.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    states: frozenset[str]
+MASTER: Final = "master"
+"""The state that is a weight in full precision, where the weight itself is stored rounded."""
+STEP: Final = "step"
+"""What formats call the number of updates of a weight."""
+ADAM: Final = frozenset({"exp_avg", "exp_avg_sq"})
+"""The states that weights have of AdamW."""
+MUON: Final = frozenset({"momentum_buffer"})
+"""The states that matrices have of Muon."""
+HINT: Final = "convert the weights alone with --weights-only"
 
 
-Settings = Callable[[About, int, Collection[Weight]], Mapping[str, Mapping[str, Any]]]
-"""The settings of weights by name, in torch's words, from what a run recorded and the updates it made."""
+def stored_states(source: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
+    """The arrays that are states, by the stored key of their weight and by state."""
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for key, tensor in source.manifest.tensors.items():
+        if key.startswith("optim/"):
+            name, _, state = key.removeprefix("optim/").rpartition("/")
+            state, at, rank = state.partition("@")
+            found.setdefault(f"{name}{at}{rank}", {})[state] = tensor
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerState:
-    """The state of an optimizer in a checkpoint.
-
-    Attributes:
-        layout: Which stored array has which state of which weight.
-        weights: The weights that it is of, by name.
-        count: How many updates were made; ``None`` where no state counts them.
-        settings: The settings of each weight by its name, by the words of torch; empty where none are known.
-        read: Stored keys of the count and the settings.
-    """
-
-    layout: Layout
-    weights: Mapping[str, Weight]
-    count: int | None
-    settings: Mapping[str, Mapping[str, Any]]
-    read: frozenset[str]
-
-    def states_of(self, name: str) -> tuple[str, ...]:
-        """The states of a weight or a family of them, by the name of its tensor."""
-        prefix, found = f"optim/{name}/", (tensor.name for tensor in self.layout.tensors)
-        return tuple(one.removeprefix(prefix) for one in found if one.startswith(prefix))
-
-
-def states(source: Checkpoint, *, settings: Settings | None = None) -> OptimizerState | None:
-    """What a checkpoint holds of an optimizer; ``None`` where it has weights only.
+def states_in(
+    source: Checkpoint,
+    stored: Mapping[str, Mapping[str, StoredTensor]],
+    *,
+    untrained: Collection[str] | None = None,
+) -> tuple[Layout, dict[str, Weight]]:
+    """The states that are stored as a layout, and the weights that have them.
 
     Args:
         source: The checkpoint.
-        settings: What reads the settings off a native checkpoint that a run saved.
+        stored: From ``stored_states``.
+        untrained: The names of arrays that rightly have no states; ``None`` where the format does not say.
 
     Raises:
-        UnknownNameError: A weight has no state or lacks one, or a state is of no weight, or not known.
+        UnknownNameError: Weights of a family have different states, one has none, or a state is of no weight.
         OutsideError: A state has another shape than its weight.
         DtypeError: A state has another dtype than that of the other weights of a family.
-        ReplicaError: Weights were updated unequally often.
-        FormatError: A count or a setting is no plain value, or weights have settings twice or not at all.
     """
-    if source.format not in ("native", torch_dcp.FORMAT):
-        return None
-    stored: dict[str, dict[str, StoredTensor]] = {}
-    for key, tensor in source.manifest.tensors.items():
-        if key.startswith("optim/") and key != COUNT:
-            name, _, state = key.removeprefix("optim/").rpartition("/")
-            stored.setdefault(name, {})[state] = tensor
-    if not stored:
-        return None
-    layout = _layout(source, stored)
-    weights = _weights(source.layout, stored)
-    if source.format == "native":
-        made = _count_native(source)
-        found = _settings_native(source, weights, made, settings)
-        return OptimizerState(layout, weights, made, found, frozenset({COUNT}))
-    count, keys = _count_dcp(source, stored)
-    found, more = _settings_dcp(source, weights)
-    return OptimizerState(layout, weights, count, found, frozenset({*keys, *more}))
-
-
-# --- tensors ------------------------------------------------------------------------------------
-
-
-def _layout(source: Checkpoint, stored: Mapping[str, Mapping[str, StoredTensor]]) -> Layout:
-    """The states as a layout, every one there, of the shape of its weight."""
     where, rules, known = str(source.manifest.root), list[BufferRule](), set[str]()
-    for rule in source.layout.rules:
-        if any(part.replica for part in rule.parts):
-            continue
-        buffer = rule.at(source.layout.mesh, 0)
-        assert buffer is not None, "a stored layout has one rank"
-        members = [name for name, _ in buffer.members()]
-        known |= set(members)
-        found = {state for name in members for state in stored.get(name, {})} - {STEP}
-        if found - {MASTER} not in (ADAM, MUON):
-            raise UnknownNameError(
-                "a weight has the states of AdamW or of Muon",
-                where=f"{where}, {rule.name!r}",
-                equation=f"states({', '.join(sorted(found)) or 'none'}) != ({', '.join(sorted(ADAM))}) or "
-                f"({', '.join(MUON)})",
-                hint=f"a weight that is not trained has none, and another optimizer has others; {_HINT}",
-            )
-        missing = [
-            f"optim/{name}/{state}"
-            for name in members
-            for state in sorted(found)
-            if state not in stored.get(name, {})
-        ]
-        if missing:
+    weights: dict[str, Weight] = {}
+    for rule in owners(source.layout):
+        arrays = list(_arrays(source.layout, rule))
+        known |= {key for key, _, _ in arrays}
+        has = {key: frozenset(stored.get(key, {})) - {STEP} for key, _, _ in arrays}
+        of: dict[str, set[frozenset[str]]] = defaultdict(set)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, buffer, positions in arrays:
+            for name, shape in held_by(buffer, positions):
+                of[name].add(has[key])
+                shapes[name] = shape
+        trained = {name: states for name, states in of.items() if states != {frozenset()}}
+        found = {state for states in trained.values() for one in states for state in one}
+        if missing := [f"optim/{key}/{state}" for key, one in has.items() if one for state in found - one]:
             raise UnknownNameError(
                 "every weight of a family has the same states",
                 where=where,
-                equation=f"{len(missing)} missing: {some(map(repr, missing))}",
-                hint=f"the state was saved in part; save it again from all ranks, or {_HINT}",
+                equation=f"{len(missing)} missing: {some(map(repr, sorted(missing)))}",
+                hint=f"the state was saved in part; save it again from all ranks, or {HINT}",
             )
-        rules += (state_rule(rule, state) for state in sorted(found))
+        lost = [key for key, one in has.items() if not one and not _is_untrained(key, untrained)]
+        if lost:
+            raise UnknownNameError(
+                "a weight that is trained has states",
+                where=where,
+                equation=f"{len(lost)} have none: {some(map(repr, lost))}",
+                hint=f"the state was saved in part; save it again from all ranks, or {HINT}",
+            )
+        if not trained:
+            continue
+        kept = _narrowed(source.layout, rule, of, trained, where)
+        rules += (state_rule(kept, state) for state in sorted(found))
+        weights |= {name: Weight(name, shapes[name], frozenset(found - {MASTER})) for name in trained}
     stray = sorted(set(stored) - known)
     if stray:
         raise UnknownNameError(
             "states are of weights of the model",
             where=where,
             equation=f"{len(stray)} are of none: {some(map(repr, stray))}",
-            hint=f"a tied weight has its state under the name that it is stored by; {_HINT}",
+            hint=f"a tied weight has its state under the name that it is stored by; {HINT}",
         )
-    flat = {f"optim/{name}/{state}": one for name, few in stored.items() for state, one in few.items()}
-    return as_stored(Layout("states", source.layout.mesh, tuple(rules)), flat)
+    layout = Layout("states", source.layout.mesh, tuple(rules))
+    return as_stored(layout, source.manifest.tensors), weights
+
+
+def _is_untrained(key: str, untrained: Collection[str] | None) -> bool:
+    return untrained is None or key.partition("@")[0] in untrained
+
+
+def _narrowed(
+    layout: Layout,
+    rule: BufferRule,
+    of: Mapping[str, object],
+    trained: Collection[str],
+    where: str,
+) -> BufferRule:
+    """The rule without the members of families that are not trained."""
+    if len(trained) == len(of):
+        return rule
+    wanted: dict[Tensor, Tensor] = {}
+    for tensor in dict.fromkeys(part.tensor for part in rule.parts):
+        axes = [axis for axis, _ in tensor.index]
+        turns = [
+            turn
+            for turn in itertools.product(*([n for _, n in dim] for _, dim in tensor.index))
+            if tensor.member(dict(zip(axes, turn, strict=True))) in trained
+        ]
+        numbers = [sorted({turn[d] for turn in turns}) for d in range(len(axes))]
+        if len(turns) == math.prod(map(len, numbers)):
+            index = zip(axes, (Dim(Run("", n, 1) for n in each) for each in numbers), strict=True)
+            wanted[tensor] = replace(tensor, index=tuple(index))
+    return part_of(layout, rule, wanted, where=where)
+
+
+def part_of(layout: Layout, rule: BufferRule, wanted: Mapping[Tensor, Tensor], *, where: str) -> BufferRule:
+    """The buffer of some members of the families of a buffer.
+
+    Args:
+        layout: What it is in.
+        rule: The buffer.
+        wanted: Its tensors, each with the members that are wanted.
+        where: What a message says of the checkpoint.
+
+    Raises:
+        UnknownNameError: They are not arrays of their own.
+    """
+    if all(part.tensor == wanted.get(part.tensor) for part in rule.parts):
+        return rule
+    try:
+        (kept,) = narrowed(replace(layout, rules=(rule,)), wanted, in_part=False).rules
+    except (BufferRuleError, ValueError) as error:
+        raise UnknownNameError(
+            "weights that are stored as one are trained together",
+            where=f"{where}, {rule.name!r}",
+            equation="some of its weights have states, others have none",
+            hint=HINT,
+        ) from error
+    return kept
+
+
+def owners(layout: Layout) -> Iterator[BufferRule]:
+    """The rules of a layout, without those that hold again what another one owns."""
+    owned = {part.tensor for rule in layout.rules for part in rule.parts if not part.replica}
+    for rule in layout.rules:
+        if not any(part.replica and part.tensor in owned for part in rule.parts):
+            yield rule
+
+
+def _arrays(layout: Layout, rule: BufferRule) -> Iterator[tuple[str, Buffer, tuple[int, ...]]]:
+    for rank in layout.mesh.ranks:
+        buffer = rule.at(layout.mesh, rank)
+        if buffer is not None:
+            for name, positions in buffer.members():
+                yield layout.key(rank, name), buffer, positions
 
 
 def state_rule(rule: BufferRule, state: str, *, name: str = "", dtype: str = "") -> BufferRule:
@@ -177,136 +198,63 @@ def state_rule(rule: BufferRule, state: str, *, name: str = "", dtype: str = "")
 
 
 def members(layout: Layout) -> Iterator[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]]:
-    """For each array that owns what it holds, its name and the tensors in it by name and shape."""
-    for name, (buffer, positions) in layout.arrays(0).items():
-        if any(part.replica for part in buffer.parts):
-            continue
-        at, found = dict(zip(buffer.separate, positions, strict=True)), []
-        for part in buffer.parts:
-            axes = [axis for axis, _ in part.tensor.index]
-            numbers = [
-                [n for _, n in buffer.dims[d]] if d not in at else [buffer.dims[d][at[d]][1]]
-                for d in range(len(axes))
-            ]
-            for turn in itertools.product(*numbers):
-                member = part.tensor.member(dict(zip(axes, turn, strict=True)))
-                found.append((member, part.tensor.shape))
-        yield name, tuple(found)
+    """For each array that owns what it holds, its key and the tensors in it by name and shape."""
+    for rule in owners(layout):
+        for key, buffer, positions in _arrays(layout, rule):
+            yield key, tuple(held_by(buffer, positions))
 
 
-def _weights(layout: Layout, stored: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, Weight]:
-    found: dict[str, Weight] = {}
-    for array, held in members(layout):
-        has = frozenset(stored[array]) - {STEP, MASTER}
-        found |= {name: Weight(name, shape, has) for name, shape in held}
-    return found
+def held_by(buffer: Buffer, positions: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The members of families that one array of a buffer holds, by name and shape."""
+    at = dict(zip(buffer.separate, positions, strict=True))
+    for part in buffer.parts:
+        axes = [axis for axis, _ in part.tensor.index]
+        numbers = [
+            [n for _, n in buffer.dims[d]] if d not in at else [buffer.dims[d][at[d]][1]]
+            for d in range(len(axes))
+        ]
+        for turn in itertools.product(*numbers):
+            yield part.tensor.member(dict(zip(axes, turn, strict=True))), part.tensor.shape
 
 
-# --- how many updates ---------------------------------------------------------------------------
+# --- what is recorded beside them ---------------------------------------------------------------
 
 
-def _count_native(source: Checkpoint) -> int:
-    if COUNT not in source.manifest.tensors:
-        raise UnknownNameError(
-            "a state has the number of its updates",
-            where=str(source.manifest.root),
-            equation=f"{COUNT!r} is not there",
-            hint=f"save it with the optimizer's count, as a run does, or {_HINT}",
-        )
-    with Reader(source.manifest) as reader:
-        return int(_number(reader, COUNT, str(source.manifest.root)))
+def recorded(source: Checkpoint) -> OptimizerState | None:
+    """The state of a format that records counts and settings in one place; ``None`` where it has no states.
 
-
-def _number(reader: Reader, key: str, where: str) -> float:
-    """The value of a tensor that is one number."""
-    tensor = reader.manifest.tensors[key]
-    if tensor.shape or tensor.dtype not in _NUMBERS:
-        raise FormatError(
-            "a count and a setting are numbers",
-            where=f"{where}, {key!r}",
-            equation=f"{tensor.dtype} {tensor.shape} is none of {', '.join(_NUMBERS)} without dims",
-            hint=f"save the state again, or {_HINT}",
-        )
-    return float(reader.load(key))
-
-
-def _count_dcp(
-    source: Checkpoint, stored: Mapping[str, Mapping[str, StoredTensor]]
-) -> tuple[int | None, set[str]]:
-    """The number that every weight has beside its moments, and the keys that it was read from."""
-    where, said, keys = str(source.manifest.root), dict[float, str](), set[str]()
-    missing = [name for name, states in stored.items() if "exp_avg" in states and STEP not in states]
-    if missing:
-        raise UnknownNameError(
-            "a weight with moments has the number of its updates",
-            where=where,
-            equation=f"{len(missing)} missing: {some(repr(f'optim/{name}/{STEP}') for name in missing)}",
-            hint=f"the state was saved in part; save it again, or {_HINT}",
-        )
-    with Reader(source.manifest) as reader:
-        for name, states in stored.items():
-            if STEP not in states:
-                continue
-            key = f"optim/{name}/{STEP}"
-            keys.add(key)
-            number = _number(reader, key, where)
-            said.setdefault(number, name)
-            if not number.is_integer() or not 0 <= number < 1 << 53:
-                raise FormatError(
-                    "a number of updates is a whole number",
-                    where=f"{where}, {key!r}",
-                    equation=f"step({number})",
-                    hint=f"save the state again, or {_HINT}",
-                )
-    if len(said) > 1:
-        (one, first), (other, second) = list(said.items())[:2]
-        raise ReplicaError(
-            "all weights were updated equally often",
-            where=where,
-            equation=f"step({one:g}) of {first!r} != step({other:g}) of {second!r}",
-            hint=f"a run has one count of updates; train all weights from the same step on, or {_HINT}",
-        )
-    return (int(next(iter(said))) if said else None), keys
-
-
-# --- settings -----------------------------------------------------------------------------------
-
-
-def _settings_native(
-    source: Checkpoint, weights: Mapping[str, Weight], count: int, settings: Settings | None
-) -> dict[str, Mapping[str, Any]]:
-    about: About = source.manifest.records["about"]
+    Raises:
+        As ``states_in``, and FormatError where a weight has settings twice or not at all.
+    """
+    stored = stored_states(source)
+    if not stored:
+        return None
+    record: OptimizerRecord = source.manifest.records["optimizer"]
+    layout, weights = states_in(source, stored, untrained=source.manifest.records.get("untrained"))
     where = str(source.manifest.root)
-    if GROUPS in about.extras:
-        groups = about.extras[GROUPS]
-        if not isinstance(groups, Sequence) or not all(
-            isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
-        ):
-            raise FormatError(
-                "settings of weights are groups with the names of their weights",
-                where=f"{where}, extras[{GROUPS!r}]",
-                equation=f"found {type(groups).__name__}",
-                hint=f"convert it again from where it came, or {_HINT}",
-            )
-        return _by_weight([(group["params"], _plain(group, where)) for group in groups], weights, where)
-    if settings is None or not about.extras:
-        return {}
-    return dict(settings(about, count, weights.values()))
+    names = {key: [name for name, _ in few] for key, few in members(source.layout)}
+    names |= {key.partition("@")[0]: held for key, held in names.items()}  # every rank has the same ones
+    counts = {name: count for array, count in record.count.items() for name in names.get(array, ())}
+    groups = [
+        ([name for array in group["params"] for name in names.get(array, ())], plain_settings(group, where))
+        for group in record.groups
+    ]
+    settings = settings_by_weight(groups, weights, where) if groups else {}
+    counts = {name: count for name, count in counts.items() if name in weights}
+    return OptimizerState(layout, weights, counts, settings)
 
 
-def _plain(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+def plain_settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The settings of a group without the names of its weights; pairs are tuples, as torch has them."""
     odd = [
-        key
-        for key, value in group.items()
-        if key != "params" and ("." in key or not torch_dcp.plain_setting(value))
+        key for key, value in group.items() if key != "params" and ("." in key or not plain_setting(value))
     ]
     if odd:
         raise FormatError(
             "a setting of an optimizer is a number, a text, a truth value, or a few of them",
             where=f"{where}, {odd[0]!r}",
             equation=f"found {type(group[odd[0]]).__name__}" + (" in a dict" if "." in odd[0] else ""),
-            hint=f"take it out of the groups of the optimizer before they are saved, or {_HINT}",
+            hint=f"take it out of the groups of the optimizer before they are saved, or {HINT}",
         )
     return {
         key: tuple(value) if isinstance(value, list) else value
@@ -315,39 +263,7 @@ def _plain(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _settings_dcp(
-    source: Checkpoint, weights: Mapping[str, Weight]
-) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
-    """The settings of every weight, and the keys that they were read from."""
-    manifest, where = source.manifest, str(source.manifest.root)
-    names = {key: name for name, key in manifest.records["keys"].items()}
-    groups: dict[str, dict[str, Any]] = {}
-    keys = set()
-    with Reader(manifest) as reader:
-        for key, group, setting in torch_dcp.settings(manifest):
-            if key in names:
-                value: Any = _number(reader, names[key], where)
-            else:
-                value = torch_dist.read_object(manifest, key)
-            groups.setdefault(group, {})[setting] = value
-            keys.add(names.get(key, key))
-    held = {array: [name for name, _ in few] for array, few in members(source.layout)}
-    found: list[tuple[list[str], Mapping[str, Any]]] = []
-    for group, said in groups.items():
-        params = said.get("params", [group])
-        unknown = [name for name in params if name not in held]
-        if unknown:
-            raise UnknownNameError(
-                "settings are of weights of the model",
-                where=f"{where}, group {group!r}",
-                equation=f"{len(unknown)} are of none: {some(map(repr, unknown))}",
-                hint=f"save the optimizer of the model that is saved beside it, or {_HINT}",
-            )
-        found.append(([name for array in params for name in held[array]], _plain(said, where)))
-    return _by_weight(found, weights, where), keys
-
-
-def _by_weight(
+def settings_by_weight(
     groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]], weights: Collection[str], where: str
 ) -> dict[str, Mapping[str, Any]]:
     """The settings of each weight; each is in one group."""
@@ -366,6 +282,53 @@ def _by_weight(
                 "every weight is in one group of settings",
                 where=where,
                 equation=f"{len(some_of)} {what}: {some(map(repr, sorted(some_of)), limit=3)}",
-                hint=f"save the whole optimizer, or {_HINT}",
+                hint=f"save the whole optimizer, or {HINT}",
             )
     return found
+
+
+def groups_of(state: OptimizerState, names: Mapping[str, Sequence[str]], where: str) -> list[dict[str, Any]]:
+    """Groups of arrays with equal settings, ``params`` first to last, as an optimizer has them.
+
+    Args:
+        state: The state, with settings.
+        names: For each array of a target that has states, the weights in it.
+        where: What a message says of the checkpoint.
+
+    Raises:
+        FormatError: Settings are not known, or weights that are stored as one have different ones.
+    """
+    found: list[tuple[Mapping[str, Any], list[str]]] = []
+    for array, few in names.items():
+        said = [state.settings.get(name) for name in few]
+        if said[0] is None or any(one != said[0] for one in said):
+            raise FormatError(
+                "the settings of an optimizer are known, one for each weight",
+                where=f"{where}, {array!r}",
+                equation="none are recorded" if None in said else "its parts have different ones",
+                hint="convert a checkpoint that a run saved, or the weights alone with --weights-only",
+            )
+        same = next((params for other, params in found if other == said[0]), None)
+        if same is None:
+            found.append((said[0], [array]))
+        else:
+            same.append(array)
+    return [{**said, "params": params} for said, params in found]
+
+
+def count_of(state: OptimizerState, names: Collection[str], where: str) -> int | None:
+    """The number of updates that some weights have in common; ``None`` where none is counted.
+
+    Raises:
+        FormatError: They were updated unequally often.
+    """
+    said = {state.counts[name]: name for name in names if name in state.counts}
+    if len(said) > 1:
+        (one, first), (other, second) = list(said.items())[:2]
+        raise FormatError(
+            "weights with one count of updates were updated equally often",
+            where=where,
+            equation=f"step({one}) of {first!r} != step({other}) of {second!r}",
+            hint=f"go on to a format that counts for each weight, such as dcp, or {HINT}",
+        )
+    return next(iter(said), None)

@@ -104,6 +104,29 @@ class Layout:
                 found[name] = (buffer, positions)
         return found
 
+    def key(self, rank: int, name: str) -> str:
+        """What an array of a rank is called among those of all: its name, and the rank where there are more.
+
+        >>> from shardweave.layout import Mesh, whole
+        >>> Layout("whole", Mesh(()), ()).key(0, "norm.weight")
+        'norm.weight'
+        >>> Layout("cut", Mesh((("tp", 2),)), ()).key(1, "norm.weight")
+        'norm.weight@1'
+        """
+        return name if self.mesh.size == 1 else f"{name}@{rank}"
+
+    def stored(self) -> dict[str, tuple[Buffer, tuple[int, ...]]]:
+        """The arrays of all ranks by ``key``: the buffer, and the position on its separate index dims.
+
+        Raises:
+            UnknownNameError: As ``arrays``.
+        """
+        return {
+            self.key(rank, name): found
+            for rank in self.mesh.ranks
+            for name, found in self.arrays(rank).items()
+        }
+
     def exists(self, rule: BufferRule) -> NDArray[np.bool_]:
         """For each rank of the mesh, whether the buffer of a rule exists there."""
         mask = np.ones(self.mesh.size, dtype=np.bool_)

@@ -139,10 +139,11 @@ class Copy:
 
 def _rearrange(block: Any, from_dims: tuple[int, ...], to_dims: tuple[int, ...]) -> Any:
     kept = [d for d in from_dims if d in to_dims]
-    block = block[tuple(slice(None) if d in to_dims else 0 for d in from_dims)]
+    # The ellipsis keeps a view where no dim is left, and numpy would give a number.
+    block = block[(*(slice(None) if d in to_dims else 0 for d in from_dims), ...)]
     order = [kept.index(d) for d in to_dims if d in kept]
     block = block.permute(order) if hasattr(block, "permute") else block.transpose(order)
-    return block[tuple(slice(None) if d in kept else None for d in to_dims)]
+    return block[(*(slice(None) if d in kept else None for d in to_dims), ...)]
 
 
 def _copies(plan: Plan, family: Family) -> Iterator[Copy]:

@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardweave.convert import Checkpoint, open_checkpoint
-from shardweave.errors import DtypeError, OutsideError, TransportTimeoutError
+from shardweave.convert import GROUPS, Checkpoint, open_checkpoint
+from shardweave.errors import DtypeError, OutsideError, TransportTimeoutError, UnknownNameError
 from shardweave.layout import PAD, Box, Layout, intersect
 from shardweave.layout.dtype import itemsize, lossless
 from shardweave.plan import Copy, Family, Plan, plan
@@ -37,6 +37,8 @@ from shardweave.store.native_write import Saver
 from shardweave.store.read import Reader
 from shardweave.train.collectives import gather_parts
 from shardweave.train.grid import Group
+from shardweave.train.muon import MOMENTUM
+from shardweave.train.optimizer import FIRST, MASTER, SECOND
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 _WORDS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLAB_BYTES = 16 << 20
 """The most that is held beside an array while values are cast, or brought to a device."""
-_MASTER = "master"
 _STEP = "optim/all/step"
 
 
@@ -211,10 +212,11 @@ def load_states(path: Path, optimizer: Optimizer, *, verify: bool = True) -> Non
         verify: Whether stored boxes that are read whole are compared with their digests.
 
     Raises:
-        UnknownNameError: The checkpoint has no such state. Nothing was filled.
+        UnknownNameError: The checkpoint has no such state, or one of another optimizer. Nothing was filled.
         DigestError and the errors of ``native.read``.
     """
     manifest = native.read(path, headers=False)
+    _require_own(manifest)
     step = torch.zeros((), dtype=torch.int64)
     ones = [one for state in optimizer.states() for one in _boxes(state)]
     ones = [*(_or_weight(one, manifest) for one in ones), Held(_STEP, (), "int64", Box(()), step)]
@@ -222,17 +224,35 @@ def load_states(path: Path, optimizer: Optimizer, *, verify: bool = True) -> Non
     optimizer.count = int(step)
 
 
+def _require_own(manifest: Manifest) -> None:
+    """Refuse a state that came from an optimizer that does something else, and would not go on as it was."""
+    states = {key.rpartition("/")[2] for key in manifest.tensors if key.startswith("optim/") and key != _STEP}
+    odd = {f"state {name}" for name in states - {MASTER, FIRST, SECOND, MOMENTUM}}
+    groups = manifest.records["about"].extras.get(GROUPS, ())
+    for said in groups:
+        odd |= {f"{key}({said[key]})" for key in ("amsgrad", "maximize") if said.get(key)}
+        if said.get("weight_decay") and said.get("decoupled_weight_decay") is False:
+            odd.add("decoupled_weight_decay(False)")
+    if odd:
+        raise UnknownNameError(
+            "a run goes on with AdamW or Muon",
+            where=str(manifest.root),
+            equation=", ".join(sorted(odd)),
+            hint="train it with AdamW before it is converted, or start from its weights alone",
+        )
+
+
 def _or_weight(one: Held, manifest: Manifest) -> Held:
     """The weight in place of a master that was not stored."""
     name, _, state = one.key.removeprefix("optim/").rpartition("/")
-    if state != _MASTER or one.key in manifest.tensors:
+    if state != MASTER or one.key in manifest.tensors:
         return one
     return replace(one, key=f"model/{name}")
 
 
 def _or_master(one: Held, manifest: Manifest) -> Held:
     """The master in place of a weight that was stored with less precision than is asked for."""
-    master = f"optim/{one.key.removeprefix('model/')}/{_MASTER}"
+    master = f"optim/{one.key.removeprefix('model/')}/{MASTER}"
     if master not in manifest.tensors or one.key not in manifest.tensors:
         return one
     if manifest.tensors[one.key].dtype != one.dtype and manifest.tensors[master].dtype == one.dtype:

@@ -1,0 +1,56 @@
+"""Folders of safetensors under the names of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardweave.convert.checkpoint import Checkpoint, OptimizerState
+from shardweave.convert.formats.format import Format
+from shardweave.convert.target import Facts, Target, Wanted, refuse_geometry, specs_of, with_dtypes
+from shardweave.dialects import hf
+from shardweave.layout import Layout
+from shardweave.models import Model
+from shardweave.store import safetensors
+from shardweave.store.manifest import Manifest, StoredTensor
+
+
+def _recognise(root: Path, names: Collection[str]) -> bool:
+    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+
+
+def layout(
+    stored: Mapping[str, StoredTensor], model: Model, manifest: Manifest, given: Layout | None
+) -> Layout:
+    """The form in which the names of Hugging Face are stored."""
+    return hf.variant(stored, model)
+
+
+def _target(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> Target:
+    refuse_geometry("hf", wanted)
+    held = with_dtypes(hf.layout(source.model, stacked_experts=wanted.stacked_experts), source, wanted.dtype)
+    specs = tuple(specs_of(held))
+    return Target(
+        "hf",
+        held,
+        specs,
+        wanted.max_file_bytes,
+        allocate=partial(safetensors.allocate, tensors=specs, max_file_bytes=wanted.max_file_bytes),
+        finish=_finish,
+    )
+
+
+def _finish(manifest: Manifest, facts: Facts, *, config: Mapping[str, Any], fsync: bool) -> None:
+    safetensors.finish(manifest, fsync=fsync)
+
+
+FORMAT = Format(
+    name="hf",
+    holds="*.safetensors and their index",
+    recognise=_recognise,
+    read=safetensors.read,
+    layout=layout,
+    target=_target,
+)
