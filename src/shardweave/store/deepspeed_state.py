@@ -308,6 +308,17 @@ def param_groups(groups: Sequence[Group], params: Sequence[Sequence[int]]) -> li
     ]
 
 
+def config(described: Description, *, stage: int, dtype: str) -> Any:
+    """The configuration of the run that is said to have saved: that of the source, or the least."""
+    given = described.records.get(MODEL_STATES, {}).get("ds_config")
+    if given is not None:
+        return carried({"ds_config": given})["ds_config"]
+    found: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    if dtype != "float32":
+        found["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
+    return found
+
+
 def model_states(
     described: Description,
     *,
@@ -333,13 +344,11 @@ def model_states(
     """
     counts = [group.count for group in described.groups if group.count is not None]
     shapes, fragments = frozen or (None, None)
-    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    if dtype != "float32":
-        config["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
     values = {
         "lr_scheduler": None, "data_sampler": None, "random_ltd": None,
         "skipped_steps": 0, "global_steps": max(counts, default=0),
-        "ds_config": config, **carried(described.records.get(MODEL_STATES, {})),
+        **carried(described.records.get(MODEL_STATES, {})),
+        "ds_config": config(described, stage=stage, dtype=dtype),
     }  # fmt: skip
     return {
         **values,
