@@ -59,6 +59,9 @@ def open_checkpoint(
     values = config_of(manifest, config)
     manifest = form.named(manifest, values)
     left_out = {key: "not a weight" for key in manifest.tensors if key.startswith(form.beside)}
+    if values is not None:
+        buffers = from_config(values, dtype="float32").buffers
+        left_out |= {key: "a buffer, not a weight" for key in manifest.tensors if key in buffers}
     stored = {key: tensor for key, tensor in manifest.tensors.items() if key not in left_out}
     dtypes = {tensor.dtype for tensor in stored.values()}
     if values is not None:
