@@ -452,7 +452,7 @@ def test_a_place_that_is_written_twice() -> None:
     data = good()
     entry = data["params"]["^w$"]["ranks"][0]
     entry["pieces"][0]["dest"] = [0, [2, 1]]
-    with pytest.raises(OverlapError, match=r"stride\(2\) <= reach\(3\) of the axes inside it"):
+    with pytest.raises(OverlapError, match=r"stride\(2\) in the shard <= reach\(3\) of axes inside it"):
         read(data)
     theirs_of(data).extract(torch.arange(32.0).view(8, 4), 0)
     dense = document((4, [piece((0, 2), 0, [0]), piece((2, 4), 1, [0])]), (4, [piece((4, 8), 0, [1])]))

@@ -44,7 +44,7 @@ from shardweave.layout.region import cut
 VERSION = 1
 """The encoding that is known. Another one may have fields that change what the known ones mean."""
 
-MOST_PIECES = 1 << 21
+MOST_PIECES = 1 << 20
 """The most blocks of a document. A model of 723 weights has 0.07 million at 8 ranks, 0.6 million at 64."""
 
 POWERS: Mapping[str, int] = MappingProxyType({"fp32": 1, "master": 1, "exp_avg": -1, "exp_avg_sq": -2})
@@ -88,8 +88,9 @@ def read(data: object, *, tp: int | None = None, patterns: bool = True) -> dict[
     left = MOST_PIECES
     maps: dict[str, AffineMap] = {}
     for key, name in names.items():
-        maps[name] = found = _map(named[key], name, left)
-        left -= len(found.pieces)
+        found, taken = _map(named[key], name, left)
+        maps[name] = found
+        left -= taken
         if tp is not None and found.num_ranks != tp:
             raise GeometryError(
                 "a map is of the degree that the checkpoint was written at",
@@ -285,7 +286,8 @@ def check_shards(
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _map(entry: object, name: str, left: int) -> AffineMap:
+def _map(entry: object, name: str, left: int) -> tuple[AffineMap, int]:
+    """The map of one weight, and how many blocks were looked at for it."""
     where = f"map of {name!r}"
     found = _mapping(entry, where, {"logical_shape", "ranks"})
     shape = _ints(found["logical_shape"], f"{where}, logical_shape")
@@ -315,7 +317,7 @@ def _map(entry: object, name: str, left: int) -> AffineMap:
         np.array(views.holders, dtype=np.int64)[row],
         np.array(views.scale, dtype=np.float64)[row],
     )
-    return AffineMap(shape, shards, columns, list(sets), name=repr(name))
+    return AffineMap(shape, shards, columns, list(sets), name=repr(name)), max(len(views), len(row))
 
 
 def _piece(views: Views, rank: int, piece: object, sets: dict[tuple[int, ...], int], where: str) -> None:

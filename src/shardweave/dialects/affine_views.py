@@ -63,7 +63,7 @@ def blocks_of_views(
 
     Raises:
         OutsideError: A view begins before the begin or reaches past the end.
-        OverlapError: A view has a place twice.
+        OverlapError: A view runs into itself.
         BufferRuleError: A view is no block of the tensor at a place of the shard.
         FormatError: A number is too large, or blocks are too many.
     """
@@ -176,9 +176,9 @@ def _expand(
         for axis in sorted(axes, key=lambda axis: axis[1 + side]):
             if axis[1 + side] <= inner:
                 raise OverlapError(
-                    f"a view has each place of its {what} once",
+                    "the axes of a view do not run into one another",
                     where=where,
-                    equation=f"stride({axis[1 + side]}) <= reach({inner}) of the axes inside it",
+                    equation=f"stride({axis[1 + side]}) in the {what} <= reach({inner}) of axes inside it",
                     hint="one element would overwrite another; the description is damaged",
                 )
             inner += (axis[0] - 1) * axis[1 + side]

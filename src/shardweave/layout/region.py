@@ -106,6 +106,8 @@ def merged(group: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     ([[0, 0], [1, 0]], [[1, 4], [3, 2]])
     """
     full = np.all(high > low, axis=1)
+    if not full.any():
+        return group[full], low[full], high[full]
     values, low, high = _ranked(low[full], high[full])
     group, low, high = _merged(group[full], low, high)
     order = np.lexsort((*low.T[::-1], group))
@@ -122,7 +124,7 @@ def _merged(group: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     _bounded(int(parts.sum()), f"{len(group)} boxes")
     row = np.repeat(np.arange(len(group)), parts)
     slab, low, high = _merged(np.repeat(first, parts) + within(parts), low[row, 1:], high[row, 1:])
-    group, begin, end = edges[slab, 0], edges[slab, 1], edges[np.minimum(slab + 1, len(edges) - 1), 1]
+    group, begin, end = edges[slab, 0], edges[slab, 1], edges[slab + 1, 1]
     order = np.lexsort((begin, *high.T, *low.T, group))
     group, begin, end, low, high = group[order], begin[order], end[order], low[order], high[order]
     new = np.ones(len(group), dtype=np.bool_)
@@ -147,7 +149,7 @@ def _slabs(group: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
     names, number = np.unique(group, return_inverse=True)
     begin, end = low + number * span, high + number * span
     keys = np.unique(np.concatenate([begin, end]))
-    edges = np.column_stack([names[keys // span] if len(keys) else keys, keys % span])
+    edges = np.column_stack([names[keys // span], keys % span])
     return edges, np.searchsorted(keys, begin), np.searchsorted(keys, end)
 
 
