@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint is to say, from a list of arrays and records; and DeepSpeed's own words for it.
+"""What a DeepSpeed checkpoint is to say, from a list of arrays and records.
 
 Both forms that DeepSpeed loads, its own files and universal ones, are written from the same description:
 which weights there are, which are trained, in which groups, with which states. ``describe`` makes it of
@@ -10,7 +10,6 @@ Source: deepspeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py`
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,24 +17,24 @@ from typing import Any, Final
 from shardweave.errors import DtypeError, FormatError, UnknownNameError
 from shardweave.store.manifest import ITEMSIZE, TensorSpec
 from shardweave.store.optimizer import OptimizerRecord
-from shardweave.store.pickles import Global, Instance
-from shardweave.store.pickles_write import from_plain
-from shardweave.store.torch_archive import View, constant
 
-VERSION: Final = "0.19.8"
-"""The DeepSpeed whose form is written."""
 MASTER: Final = "master"
 MODEL_STATES: Final = "model_states"
 OPTIMIZER_STATES: Final = "optimizer_states"
-RECORDS: Final = ("optimizer", "untrained", "buffers", "shared_params", MODEL_STATES, OPTIMIZER_STATES)
+INFO: Final = "universal_checkpoint_info"
+RECORDS: Final = (
+    "optimizer", "untrained", "buffers", "shared", "scalars", INFO, MODEL_STATES, OPTIMIZER_STATES,
+)  # fmt: skip
 """Records that a writer takes, all of them optional.
 
 - ``optimizer``: an `OptimizerRecord`.
 - ``untrained``: names without state; of these ``buffers`` are no parameters.
-- ``shared_params``: by a further name of a weight, the name that it is stored under.
+- ``shared``: by a further name of a weight, the name that it is stored under.
+- ``scalars``: for each group what its states have beside arrays and the count, as plain values.
+- ``universal_checkpoint_info``: how weights are cut over tensor-parallel ranks, as DeepSpeed's converter
+  takes it.
 - ``model_states``: further entries of the files of model states, as plain values: ``lr_scheduler``,
-  ``ds_config``, ``global_steps``, ``universal_checkpoint_info``, and all that a script keeps there (its
-  client state).
+  ``ds_config``, ``global_steps``, and all that a script keeps there (its client state).
 - ``optimizer_states``: the same for the files of optimizer states: ``loss_scaler``, ``clip_grad``, ...
 """
 
@@ -69,12 +68,14 @@ class Group:
         settings: By torch's words; no ``params``.
         states: The states that each of its weights has, without the master copy.
         count: How often its weights were updated; ``None`` where nothing counts.
+        scalars: What its states have beside arrays and the count.
     """
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
     states: tuple[str, ...]
     count: int | None
+    scalars: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def describe(
     first = ranks[0]
     untrained = frozenset(records.get("untrained", ()))
     buffers = frozenset(records.get("buffers", ()))
-    shared = records.get("shared_params", {})
+    shared = records.get("shared", {})
     _check_names("records", [*sorted(untrained | buffers), *shared.values()], first)
     if both := sorted(set(shared) & set(first)):
         raise _wrong(both[0], "it is an array and a further name of another", "leave out one of the two")
@@ -132,9 +133,16 @@ def describe(
             raise _wrong(name, f"it is not trained, and has {sorted(weight.states)}", "leave them out")
     trained = [name for name in first if name not in untrained]
     record: OptimizerRecord = records.get("optimizer") or OptimizerRecord({})
+    given = record.groups or ({"params": trained},)
+    scalars: Sequence[Mapping[str, Any]] = records.get("scalars") or ({},) * len(given)
+    if len(scalars) != len(given):
+        raise FormatError(
+            "scalars are given for each group",
+            equation=f"scalars({len(scalars)}) != groups({len(given)})",
+            hint="give an empty mapping where a group has none",
+        )
     groups = tuple(
-        _group(list(group["params"]), group, record.count, first)
-        for group in record.groups or ({"params": trained},)
+        _group(group, record.count, beside, first) for group, beside in zip(given, scalars, strict=True)
     )
     held = [name for group in groups for name in group.names]
     _check_names("a group of parameters", held, first)
@@ -162,7 +170,9 @@ def _ranks(specs: Sequence[TensorSpec], tp: int) -> tuple[Mapping[str, Weight], 
                 hint=f"known are {', '.join(ITEMSIZE)}",
             )
         if spec.key in seen:
-            raise _wrong(spec.key, "it is given twice", "tied weights are one array; name them shared_params")
+            raise _wrong(
+                spec.key, "it is given twice", "tied weights are one array; record the second name as shared"
+            )
         seen.add(spec.key)
         key, rank = _rank_of(spec.key, tp)
         if key.startswith("optim/"):
@@ -215,8 +225,12 @@ def _check_states(name: str, weight: TensorSpec | None, states: Mapping[str, Ten
 
 
 def _group(
-    names: list[str], group: Mapping[str, Any], count: Mapping[str, int], weights: Mapping[str, Weight]
+    group: Mapping[str, Any],
+    count: Mapping[str, int],
+    scalars: Mapping[str, Any],
+    weights: Mapping[str, Weight],
 ) -> Group:
+    names = list(group["params"])
     _check_names("a group of parameters", names, weights)
     states, counts = [], set()
     for name in names:
@@ -231,7 +245,8 @@ def _group(
                 "DeepSpeed has one flat state and one count a group; give zeros, or cut the group",
             )
     settings = {key: value for key, value in group.items() if key != "params"}
-    return Group(tuple(names), settings, states[0] if states else (), counts.pop() if counts else None)
+    updates = counts.pop() if counts else None
+    return Group(tuple(names), settings, states[0] if states else (), updates, dict(scalars))
 
 
 def _check_names(what: str, names: Iterable[str], weights: Mapping[str, Weight]) -> None:
@@ -254,119 +269,28 @@ def _wrong(name: str, equation: str, hint: str) -> FormatError:
     )
 
 
-# --- DeepSpeed's words ----------------------------------------------------------------------------
+_OF_FILE: Final = frozenset(("ds_config", "ds_version"))
+"""Entries that stand beside the state of the optimizer in its file."""
 
 
-def size(shape: Sequence[int]) -> Instance:
-    """A ``torch.Size``."""
-    return Instance(Global("torch", "Size"), (list(shape),))
+def of_source(records: Mapping[str, Any], *, tp: int) -> dict[str, Any]:
+    """The records for a writer, from those that a reader of a DeepSpeed checkpoint returned.
 
-
-def stage(number: int) -> Instance:
-    """A ZeRO stage."""
-    return Instance(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (number,))
-
-
-def fragment(numel: int, start: int) -> Instance:
-    """Where a part of a weight lies in a flat partition, in elements."""
-    made = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-    return Instance(made, (), {"numel": numel, "start": start})
-
-
-def loss_scaler(dtype: str) -> Instance:
-    """What scales the loss at the start: 1, and for float16 what DeepSpeed has by default."""
-    module, half = "deepspeed.runtime.fp16.loss_scaler", dtype == "float16"
-    if not half:
-        return Instance(Global(module, "LossScaler"), (), {"cur_scale": 1.0, "dynamic": False})
-    state = {
-        "cur_scale": 65536, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
-        "scale_window": 1000, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2,
-        "consecutive_hysteresis": False, "raise_error_at_min_scale": True,
-        "dtype": Global("torch", "float16"),
-    }  # fmt: skip
-    return Instance(Global(module, "DynamicLossScaler"), (), state)
-
-
-def step(count: int) -> View:
-    """A number of updates as torch's optimizers keep it."""
-    return constant(struct.pack("<f", count), "float32")
-
-
-def carried(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values of another checkpoint as they are written, small tensors included."""
-    found: dict[str, Any] = from_plain(
-        dict(record), leaf=lambda leaf: constant(leaf["data"], leaf["$leaf"], tuple(leaf["shape"]))
-    )
-    return found
-
-
-def param_groups(groups: Sequence[Group], params: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """The settings of groups, and the numbers of the flat tensors that each has."""
-    return [
-        {**carried(group.settings), "params": list(numbers)}
-        for group, numbers in zip(groups, params, strict=True)
-    ]
-
-
-def config(described: Description, *, stage: int, dtype: str) -> Any:
-    """The configuration of the run that is said to have saved: that of the source, or the least."""
-    given = described.records.get(MODEL_STATES, {}).get("ds_config")
-    if given is not None:
-        return carried({"ds_config": given})["ds_config"]
-    found: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    if dtype != "float32":
-        found["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
-    return found
-
-
-def model_states(
-    described: Description,
-    *,
-    module: Mapping[str, Any],
-    param_shapes: list[dict[str, Any]],
-    dp: int,
-    tp: int,
-    stage: int,
-    dtype: str,
-    frozen: tuple[dict[str, Any], dict[str, Any]] | None,
-) -> dict[str, Any]:
-    """A file of model states.
+    Of what files of ranks say differently, that of the first is taken: states of random generators are of a
+    rank, and no other rank can take them up.
 
     Args:
-        described: What is stored.
-        module: The tensors of the module by name.
-        param_shapes: The shapes of the trained weights, a dict a flat group.
-        dp: Data-parallel ranks.
-        tp: Tensor-parallel ranks.
-        stage: Of ZeRO.
-        dtype: Of the weights in training.
-        frozen: Shapes and tensors of the frozen parameters, where the stage keeps them apart.
+        records: Of the manifest of `deepspeed.read` or `deepspeed_universal.read`.
+        tp: Tensor-parallel ranks to write; how weights were cut over as many others is left out.
     """
-    counts = [group.count for group in described.groups if group.count is not None]
-    shapes, fragments = frozen or (None, None)
-    values = {
-        "lr_scheduler": None, "data_sampler": None, "random_ltd": None,
-        "skipped_steps": 0, "global_steps": max(counts, default=0),
-        **carried(described.records.get(MODEL_STATES, {})),
-        "ds_config": config(described, stage=stage, dtype=dtype),
-    }  # fmt: skip
-    return {
-        **values,
-        "module": {**module, **_aliases(described, module)},
-        "buffer_names": list(described.buffers),
-        "optimizer": None,
-        "param_shapes": param_shapes,
-        "frozen_param_shapes": shapes,
-        "shared_params": dict(described.records.get("shared_params", {})),
-        "frozen_param_fragments": fragments,
-        "dp_world_size": dp,
-        "mp_world_size": tp,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": tp},
-        "ds_version": VERSION,
-    }
-
-
-def _aliases(described: Description, module: Mapping[str, Any]) -> dict[str, Any]:
-    """Further names of weights; they are the same tensors."""
-    shared: Mapping[str, str] = described.records.get("shared_params", {})
-    return {alias: module[name] for alias, name in shared.items() if name in module}
+    own: Mapping[str, Any] = records.get("deepspeed") or records.get("universal") or {}
+    found = {key: records[key] for key in ("optimizer", "untrained", "shared") if key in records}
+    found |= {key: own[key] for key in ("buffers", "scalars", "parts") if own.get(key)}
+    models = next(iter((own.get(MODEL_STATES) or {}).values()), {})
+    states = own.get("optimizer_state") or next(iter((own.get(OPTIMIZER_STATES) or {}).values()), {})
+    found |= {MODEL_STATES: models} if models else {}
+    states = {key: value for key, value in states.items() if key not in _OF_FILE}
+    found |= {OPTIMIZER_STATES: states} if states else {}
+    if INFO in records and own.get("tp") == tp > 1:
+        found[INFO] = records[INFO]
+    return found

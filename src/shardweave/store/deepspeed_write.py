@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardweave.errors import ConfigError, DtypeError, FormatError, MissingFileError
-from shardweave.store import deepspeed_state, laid_out, torch_archive
+from shardweave.store import deepspeed_state, deepspeed_words, laid_out, torch_archive
 from shardweave.store.deepspeed_flat import (
     FlatGroup,
     Piece,
@@ -30,7 +30,7 @@ from shardweave.store.deepspeed_flat import (
     sub_groups,
     weight_alignment,
 )
-from shardweave.store.deepspeed_state import MASTER, OPTIMIZER_STATES, Description, Group, Weight
+from shardweave.store.deepspeed_state import MASTER, Description, Group, Weight
 from shardweave.store.laid_out import LaidOut
 from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, TensorSpec
 from shardweave.store.paths import check_name
@@ -230,11 +230,11 @@ def _files(described: Description, zero: Zero, tag: str) -> Iterator[LaidOut]:
                 value = model(described, weights, zero, rank)
                 yield LaidOut(f"{tag}/{name}_model_states.pt", torch_archive.lay_out(value))
             if optimizer:
-                config = deepspeed_state.config(described, stage=zero.stage, dtype=zero.dtype)
+                config = deepspeed_words.config(described, stage=zero.stage, dtype=zero.dtype)
                 value = {
                     "optimizer_state_dict": states(described, weights, zero, rank),
                     "ds_config": config,
-                    "ds_version": deepspeed_state.VERSION,
+                    "ds_version": deepspeed_words.VERSION,
                 }
                 name = f"{prefix}zero_pp_rank_{rank}_{of_tp}_optim_states.pt"
                 yield LaidOut(f"{tag}/{name}", torch_archive.lay_out(value))
@@ -247,14 +247,14 @@ def _whole(weight: Weight, *, copy: bool = False) -> View:
 
 
 def _shapes(weights: Mapping[str, Weight], names: Sequence[str]) -> dict[str, Any]:
-    return {name: deepspeed_state.size(weights[name].spec.shape) for name in names}
+    return {name: deepspeed_words.size(weights[name].spec.shape) for name in names}
 
 
 def _model12(described: Description, weights: Mapping[str, Weight], zero: Zero, rank: int) -> dict[str, Any]:
     """Model states at stages 1 and 2: all weights, and from stage 2 on the frozen ones once more by name."""
     module = {name: _whole(weight) for name, weight in weights.items()}
     frozen = _shapes(weights, described.frozen), {name: module[name] for name in described.frozen}
-    return deepspeed_state.model_states(
+    return deepspeed_words.model_states(
         described,
         module=module,
         param_shapes=[_shapes(weights, names) for names in _orders(described, zero)],
@@ -281,7 +281,7 @@ def _model3(described: Description, weights: Mapping[str, Weight], zero: Zero, r
             start, stop = rank * slot, min((rank + 1) * slot, weight.numel)
             parts = (Part(weight.spec.key, start, stop, 0),) if start < stop else ()
             fragments[name] = View(Bytes(slot * ITEMSIZE[dtype], parts), dtype, (slot,))
-    return deepspeed_state.model_states(
+    return deepspeed_words.model_states(
         described,
         module=module,
         param_shapes=[_shapes(weights, names) for _, names in _sub_groups(described, weights, zero)],
@@ -330,8 +330,9 @@ def _flat(
 
 def _state(group: Group, views: Callable[[str], View]) -> dict[str, Any]:
     """What the optimizer keeps of one flat tensor."""
-    count = {} if group.count is None else {"step": deepspeed_state.step(group.count)}
-    return {**count, **{state: views(state) for state in group.states}}
+    count = {} if group.count is None else {"step": deepspeed_words.step(group.count)}
+    scalars = deepspeed_words.carried(group.scalars)
+    return {**count, **{state: views(state) for state in group.states}, **scalars}
 
 
 def _optimizer12(
@@ -348,22 +349,23 @@ def _optimizer12(
         masters.append(view(flat.range_numel - padding, MASTER))
         paddings.append(padding)
         alignments.append(list(flat.paddings))
-        slices.append({names[p.number]: deepspeed_state.fragment(p.stop - p.start, p.at) for p in pieces})
+        slices.append({names[p.number]: deepspeed_words.fragment(p.stop - p.start, p.at) for p in pieces})
         if group.states:
             states[number] = _state(group, partial(view, flat.range_numel))
     count = len(described.groups)
     return {
-        **deepspeed_state.carried(described.records.get(OPTIMIZER_STATES, {})),
+        **deepspeed_words.optimizer_states(described, zero.dtype),
+        **deepspeed_words.info(described),
         "base_optimizer_state": {
             "state": states,
-            "param_groups": deepspeed_state.param_groups(described.groups, [[n] for n in range(count)]),
+            "param_groups": deepspeed_words.param_groups(described.groups, [[n] for n in range(count)]),
         },
         "single_partition_of_fp32_groups": masters,
-        "zero_stage": deepspeed_state.stage(zero.stage),
+        "zero_stage": deepspeed_words.stage(zero.stage),
         "group_paddings": paddings,
         "param_alignment_paddings": alignments,
         "partition_count": [zero.dp] * count,
-        "ds_version": deepspeed_state.VERSION,
+        "ds_version": deepspeed_words.VERSION,
         "param_slice_mappings": slices,
     }
 
@@ -384,15 +386,15 @@ def _optimizer3(
         if group.states:
             states[sub_group] = _state(group, view)
     return {
-        "loss_scaler": deepspeed_state.loss_scaler(zero.dtype),
+        "loss_scaler": deepspeed_words.loss_scaler(zero.dtype),
         "dynamic_loss_scale": zero.dtype == "float16",
         "overflow": False,
-        **deepspeed_state.carried(described.records.get(OPTIMIZER_STATES, {})),
-        "zero_stage": deepspeed_state.stage(zero.stage),
+        **deepspeed_words.optimizer_states(described, zero.dtype),
+        "zero_stage": deepspeed_words.stage(zero.stage),
         "partition_count": zero.dp,
         "optimizer_state_dict": {
             "state": states,
-            "param_groups": deepspeed_state.param_groups(described.groups, numbers),
+            "param_groups": deepspeed_words.param_groups(described.groups, numbers),
         },
         "fp32_flat_groups": masters,
     }

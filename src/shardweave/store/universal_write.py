@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardweave.errors import DtypeError, FormatError, MissingFileError
-from shardweave.store import deepspeed_state, laid_out, torch_archive
-from shardweave.store.deepspeed_state import MASTER, OPTIMIZER_STATES, Description
+from shardweave.store import deepspeed_state, deepspeed_words, laid_out, torch_archive
+from shardweave.store.deepspeed_state import MASTER, Description
 from shardweave.store.laid_out import LaidOut
 from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, TensorSpec
 from shardweave.store.paths import check_name
@@ -35,8 +35,8 @@ from shardweave.store.torch_archive import Bytes, Part, View
 
 FORMAT: Final = "universal"
 LATEST: Final = "latest_universal"
-RECORDS: Final = (*deepspeed_state.RECORDS, "parameters")
-"""As `deepspeed_state.RECORDS`; and ``parameters``: further entries of the files of a weight, by its name.
+RECORDS: Final = (*deepspeed_state.RECORDS, "parts")
+"""As `deepspeed_state.RECORDS`; and ``parts``: further entries of the files of a weight, by its name.
 DeepSpeed reads ``cat_dim``, ``param_n_sub_params``, ``vocab_tensor`` and their like there, to cut the
 weight for tensor parallelism."""
 
@@ -118,6 +118,13 @@ def finish(manifest: Manifest, checksums: Mapping[Extent, int] | None = None, *,
 def _described(specs: Sequence[TensorSpec], records: Mapping[str, Any]) -> Description:
     described = deepspeed_state.describe(specs, records, known=RECORDS)
     for group in described.groups:
+        if group.scalars:
+            raise FormatError(
+                "a state in a universal checkpoint is an array, or the count of updates",
+                where=repr(group.names[0]),
+                equation=f"its group has {sorted(group.scalars)}",
+                hint="DeepSpeed has no place for it there; write its own form",
+            )
         for name in group.names:
             weight = described.ranks[0][name]
             if MASTER in weight.states or weight.spec.dtype != "float32":
@@ -132,7 +139,7 @@ def _described(specs: Sequence[TensorSpec], records: Mapping[str, Any]) -> Descr
 
 def _files(described: Description, tag: str, flat: bool) -> Iterator[LaidOut]:
     """All files that hold arrays."""
-    extra = described.records.get("parameters", {})
+    extra = described.records.get("parts", {})
     rank = described.ranks[0]
     for group in described.groups:
         for name in group.names:
@@ -140,7 +147,7 @@ def _files(described: Description, tag: str, flat: bool) -> Iterator[LaidOut]:
             for file, spec in {"fp32": weight.spec, **weight.states}.items():
                 shape = (math.prod(spec.shape),) if flat else spec.shape
                 view = View(_whole(spec), spec.dtype, shape)
-                value = view if flat else {**deepspeed_state.carried(extra.get(name, {})), "param": view}
+                value = view if flat else {**deepspeed_words.carried(extra.get(name, {})), "param": view}
                 yield LaidOut(f"{tag}/zero/{name}/{file}.pt", torch_archive.lay_out(value))
     untrained = {
         name: View(_whole(rank[name].spec), rank[name].spec.dtype, rank[name].spec.shape)
@@ -159,11 +166,11 @@ def _whole(spec: TensorSpec) -> Bytes:
 
 def _model_states(described: Description, module: Mapping[str, Any]) -> dict[str, Any]:
     rank = described.ranks[0]
-    return deepspeed_state.model_states(
+    return deepspeed_words.model_states(
         described,
         module=module,
         param_shapes=[
-            {name: deepspeed_state.size(rank[name].spec.shape) for name in group.names}
+            {name: deepspeed_words.size(rank[name].spec.shape) for name in group.names}
             for group in described.groups
         ],
         dp=1,
@@ -184,7 +191,7 @@ def _beside(described: Description, tag: str, flat: bool) -> dict[str, bytes]:
     )
     for group in described.groups:
         if group.count is not None and not flat:
-            data = torch_archive.stream(deepspeed_state.step(group.count))
+            data = torch_archive.stream(deepspeed_words.step(group.count))
             files |= {f"{tag}/zero/{name}/step.pt": data for name in group.names}
     files[f"{tag}/zero/optimizer_state.pt"] = torch_archive.stream(_optimizer_state(described))
     files[LATEST] = tag.encode()
@@ -194,15 +201,15 @@ def _beside(described: Description, tag: str, flat: bool) -> dict[str, bytes]:
 def _optimizer_state(described: Description) -> dict[str, Any]:
     """What is said once: for stages 1 and 2 a group's settings, for stage 3 those of all and the count."""
     groups = described.groups if any(group.settings for group in described.groups) else ()
-    params = deepspeed_state.param_groups(groups, [[number] for number in range(len(groups))])
+    params = deepspeed_words.param_groups(groups, [[number] for number in range(len(groups))])
     value = {
-        **deepspeed_state.carried(described.records.get(OPTIMIZER_STATES, {})),
-        "zero_stage": deepspeed_state.stage(1),
-        "ds_version": deepspeed_state.VERSION,
+        **deepspeed_words.optimizer_states(described, ""),
+        "zero_stage": deepspeed_words.stage(1),
+        "ds_version": deepspeed_words.VERSION,
         "param_groups": params,
     }
     if not _not_stage3(described):
-        state = {"step": deepspeed_state.step(described.groups[0].count or 0)}
+        state = {"step": deepspeed_words.step(described.groups[0].count or 0)}
         value["optimizer_state_dict"] = {"state": {0: state}, "param_groups": params[:1]}
     return value
 
