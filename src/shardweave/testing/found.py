@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,15 +115,15 @@ class Found:
                 hint="probe each axis on its own, with the others at one coordinate",
             )
         rule_dims: list[Dim | Sharded] = [*same]
-        shared = False
+        shared = set[str]()
         # A rank without an array holds nothing of the dim that is cut.
         for d in varying or ([0] if None in self.ranks else []):
             cut = tuple(dim or Dim() for dim in columns[d])
             rule_dims[d] = Sharded((axis,), cut)
-            held = [element for dim in cut for element in dim if element[0] is not PAD]
-            shared = len(set(held)) < len(held)
+            held = Counter(element for dim in cut for element in dim if element[0] is not PAD)
+            shared = {label or "" for (label, _), times in held.items() if times > 1}
         parts = tuple(
-            Part(Tensor(source or "tensor", shape, dtype), label, replica=shared)
+            Part(Tensor(source or "tensor", shape, dtype), label, replica=label in shared or "" in shared)
             for label, (source, shape) in zip(self.labels, self.sources, strict=True)
         )
         mesh = Mesh(((axis, len(self.ranks)),))
