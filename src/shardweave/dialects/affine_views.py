@@ -36,6 +36,11 @@ class Views:
     def __len__(self) -> int:
         return len(self.rank)
 
+    def key(self) -> object:
+        """What the views say, to be compared and hashed."""
+        columns = self.rank, self.axes, self.numbers, self.holders, self.scale
+        return tuple(tuple(column) for column in columns)
+
     def add(self, rank: int, shape: object, source: Sequence[object], dest: Sequence[object]) -> bool:
         """Take a pair of views, or say that it is none."""
         strides, others = source[1], dest[1]

@@ -18,8 +18,10 @@ import numpy as np
 from shardweave.errors import OutsideError
 from shardweave.layout.table import Ints, within
 
-MOST_CORNERS = 1 << 23
+MOST_CORNERS = 1 << 22
 """The most corners, and the most boxes that cutting may make: what is looked at comes from files too."""
+_MOST_SLABS = 16
+"""Into how many slabs boxes may fall on average. Those of products fall into none; a staircase is refused."""
 
 
 def balance(group: Ints, low: Ints, high: Ints, sign: Ints) -> tuple[Ints, Ints, Ints]:
@@ -121,7 +123,7 @@ def _merged(group: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
         return group, none, none
     edges, first, last = _slabs(group, low[:, 0], high[:, 0])
     parts = last - first
-    _bounded(int(parts.sum()), f"{len(group)} boxes")
+    _bounded(int(parts.sum()), f"{len(group)} boxes", most=max(1 << 12, _MOST_SLABS * len(group)))
     row = np.repeat(np.arange(len(group)), parts)
     slab, low, high = _merged(np.repeat(first, parts) + within(parts), low[row, 1:], high[row, 1:])
     group, begin, end = edges[slab, 0], edges[slab, 1], edges[slab + 1, 1]
@@ -168,11 +170,11 @@ def _values(values: list[Ints], ranks: Ints) -> Ints:
     return np.stack([found[ranks[:, d]] for d, found in enumerate(values)], axis=1) if values else ranks
 
 
-def _bounded(count: int, what: str) -> None:
-    if count > MOST_CORNERS:
+def _bounded(count: int, what: str, *, most: int = MOST_CORNERS) -> None:
+    if count > most:
         raise OutsideError(
             "boxes are few enough to be looked at together",
             where=what,
-            equation=f"{count} corners or parts > {MOST_CORNERS}",
+            equation=f"{count} corners or parts > {most}",
             hint="a damaged or hostile description can say anything; merge blocks that lie side by side",
         )
