@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_processes import Case, play_all
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -76,13 +76,16 @@ def write(model: Any, optimizer: Any, path: Path) -> None:
         save_file(found, path)
 
 
+def once(case: Case, weights: dict[str, Any]) -> dict[str, Any]:
+    """Files of Hugging Face hold a tied weight once; the module has it twice, in one place."""
+    tied = ("lm_head.weight",) if case["config"]["tie_word_embeddings"] else ()
+    return {name: values for name, values in weights.items() if name not in tied}
+
+
 def load(case: Case, model: Any, optimizer: Any) -> None:
     weights, states = get_state_dict(model, optimizer)
     if "hf" in case:
-        # Files of Hugging Face hold a tied weight once; the module has it twice, in one place.
-        tied = ("lm_head.weight",) if case["config"]["tie_word_embeddings"] else ()
-        held = {name: values for name, values in weights.items() if name not in tied}
-        dcp.load(held, storage_reader=HuggingFaceStorageReader(case["hf"]))
+        dcp.load(once(case, weights), storage_reader=HuggingFaceStorageReader(case["hf"]))
         state = {"optim": states} if "load" in case else {}
     else:
         state = {"model": weights, "optim": states}
@@ -105,6 +108,8 @@ def play(case: Case, out: Path, rank: int) -> None:
     if "save" in case:
         weights, states = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optim": states}, checkpoint_id=case["save"])
+        writer = HuggingFaceStorageWriter(case["shards"], save_distributed=True)
+        dcp.save(once(case, weights), storage_writer=writer)
     write(model, optimizer, out / f"{case['name']}.end.safetensors")
     if rank == 0:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

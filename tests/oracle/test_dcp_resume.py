@@ -8,6 +8,7 @@ they are those of a run that was never interrupted, to what the number of ranks 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rank_processes import run
 from safetensors.torch import load_file
 
 from shardweave.convert import convert, prepare
+from shardweave.errors import ModelError, OutsideError
 
 pytestmark = [
     pytest.mark.peer("transformers"), pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300),
@@ -47,8 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "frozen": {"config": {**SIZES, "model_type": "llama"}, "optimizer": "adamw", "frozen": "embed_tokens"},
 }  # fmt: skip
-COUNTED = ("adamw", "amsgrad", "frozen")
-"""The cases whose optimizer counts its updates, as checkpoints that are native here do."""
 
 
 def play(place: Path, world_size: int, cases: list[dict[str, Any]]) -> None:
@@ -75,22 +75,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {**CASES[name], "name": f"{name} {what}", "documents": str(documents), "steps": steps, **more}
 
     whole = [case(name, "whole", (0, STEPS)) for name in CASES]
-    saved = [case(name, "saved", (0, HALF), save=str(place / f"{name} torch")) for name in CASES]
+    saved = [
+        case(
+            name, "saved", (0, HALF), save=str(place / f"{name} torch"), shards=str(place / f"{name} shards")
+        )
+        for name in CASES
+    ]
     play(place, 4, [*whole, *saved])
     for name, one in CASES.items():
         (place / f"{name}.config").mkdir()
         (place / f"{name}.config" / "config.json").write_text(json.dumps(one["config"]))
-        source = place / f"{name} torch"
-        if name in COUNTED:
-            convert(
-                prepare(source, to="native", config=place / f"{name}.config"),
-                place / f"{name} native",
-                fsync=False,
-            )
-            source = place / f"{name} native"
-        described = None if name in COUNTED else place / f"{name}.config"
-        convert(prepare(source, to="dcp", config=described), place / f"{name} back", fsync=False)
-        weights = prepare(source, to="hf", config=described, weights_only=True, stacked_experts=True)
+        source, native = place / f"{name} torch", place / f"{name} native"
+        convert(prepare(source, to="native", config=place / f"{name}.config"), native, fsync=False)
+        convert(prepare(native, to="dcp"), place / f"{name} back", fsync=False)
+        weights = prepare(native, to="hf", weights_only=True, stacked_experts=True)
         convert(weights, place / f"{name} hf", fsync=False)
     cases = [case(name, "two", (0, STEPS)) for name in CASES]
     for name in CASES:
@@ -159,3 +157,19 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(place: Path, nam
     weights = load_file(place / f"{name} from back.end.safetensors")
     whole = load_file(place / f"{name} whole.end.safetensors")
     assert max(float((weights[key] - whole[key]).abs().max()) for key in whole) < 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_in_safetensors_files_are_the_same_weights(place: Path, name: str, tmp_path: Path) -> None:
+    shards, config = place / f"{name} shards", place / f"{name}.config"
+    assert len(list(shards.glob("shard-0000[1-4]-model-00001-of-00001.safetensors"))) == 4
+    convert(prepare(shards, to="hf", config=config, stacked_experts=True), tmp_path / "hf", fsync=False)
+    wanted = bits(place / f"{name} hf" / "model.safetensors")
+    found = bits(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
+    next(damaged.glob("shard-00004-*")).unlink()
+    with pytest.raises(OutsideError, match="has the shape that the model says"):
+        prepare(damaged, to="hf", config=config)
+    with pytest.raises(ModelError, match="how large the tensors are"):
+        prepare(damaged, to="hf", config=Path("none"))

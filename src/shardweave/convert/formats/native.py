@@ -76,14 +76,20 @@ def _states(source: Checkpoint, settings: Settings | None) -> OptimizerState | N
         return None
     layout, weights = states_in(source, stored)
     count = _count(source)
-    said = _settings(source, weights, count, settings)
+    said = _settings(source, weights, count or 0, settings)
+    if count is None:
+        return OptimizerState(layout, weights, {}, said, frozenset())
     # A run counts once; torch counts for weights with moments.
     counted = [name for name, weight in weights.items() if weight.states != MUON]
     return OptimizerState(layout, weights, dict.fromkeys(counted, count), said, frozenset({COUNT}))
 
 
-def _count(source: Checkpoint) -> int:
-    if COUNT not in source.manifest.tensors:
+def _count(source: Checkpoint) -> int | None:
+    """How many updates were made; ``None`` where no state needs it, as with momentum alone."""
+    tensors = source.manifest.tensors
+    if COUNT not in tensors and not any(key.endswith("/exp_avg") for key in tensors):
+        return None
+    if COUNT not in tensors:
         raise UnknownNameError(
             "a state has the number of its updates",
             where=str(source.manifest.root),
@@ -129,9 +135,10 @@ def _target(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) ->
     constants: dict[str, bytes] = {}
     about = About()
     if state is not None:
-        specs.append(TensorSpec(COUNT, "int64", ()))
         about, count = _about(source, state)
-        constants[COUNT] = struct.pack("<q", count)
+        if count is not None:
+            specs.append(TensorSpec(COUNT, "int64", ()))
+            constants[COUNT] = struct.pack("<q", count)
     return Target(
         "native",
         held,
@@ -145,22 +152,15 @@ def _target(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) ->
     )
 
 
-def _about(source: Checkpoint, state: OptimizerState) -> tuple[About, int]:
-    """What the target says beside its tensors, and the number of updates."""
+def _about(source: Checkpoint, state: OptimizerState) -> tuple[About, int | None]:
+    """What the target says beside its tensors, and the number of updates, where states count them."""
     where = str(source.manifest.root)
     before: About | None = source.manifest.records.get("about")
     if before is not None:
         return before, _count(source)
     count = count_of(state, state.weights, where)
-    if count is None:
-        raise FormatError(
-            "a native checkpoint says how many updates were made",
-            where=where,
-            equation="no weight has a count of them",
-            hint=HINT,
-        )
     groups = groups_of(state, {name: [name] for name in state.settings}, where)
-    return About(step=count, extras={GROUPS: groups}), count
+    return About(step=count or 0, extras={GROUPS: groups}), count
 
 
 def _finish(
@@ -181,6 +181,6 @@ FORMAT = Format(
     beside=("optim/",),
     config=_config,
     states=_states,
-    masters=True,
+    masters=lambda wanted: "beside",
     takes_states=True,
 )
