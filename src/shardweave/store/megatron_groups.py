@@ -20,6 +20,9 @@ from shardweave.store.strict_json import some
 
 FULLY: Final = "fully_reshardable"
 BUCKETS: Final = "dp_reshardable"
+MASTER: Final = "master"
+MASTERS: Final = ("param", "fp32_param")
+"""What Megatron calls the fp32 copy of a weight, with and without the distributed optimizer."""
 IDENTITY: Final = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """By these settings Megatron finds the group of a checkpoint that is one of its own."""
 

@@ -25,16 +25,14 @@ from typing import Any, Final
 
 from shardweave.errors import FormatError, OutsideError, UnknownNameError
 from shardweave.store import torch_dist
-from shardweave.store.manifest import Manifest, StoredTensor
-from shardweave.store.megatron_groups import BUCKETS, FULLY, Group, group_of, num_dims
+from shardweave.store.manifest import Manifest
+from shardweave.store.megatron_groups import BUCKETS, FULLY, MASTER, MASTERS, Group, group_of, num_dims
 from shardweave.store.optimizer import OptimizerRecord
 from shardweave.store.strict_json import some
 
-MASTER: Final = "master"
 RECORD: Final = "megatron"
 """The record with what a Megatron folder holds beside weights and states, to be carried."""
 
-_MASTERS: Final = ("param", "fp32_param")
 _STATE = re.compile(r"(?:chained_(\d+)\.)?optimizer\.state\.([A-Za-z0-9_]+)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _EXTRA = "._extra_state/"
@@ -100,7 +98,7 @@ def named(manifest: Manifest) -> Manifest:
             name = key
         else:
             chained, state, weight = match.groups()
-            name = f"optim/{weight}/{MASTER if state in _MASTERS else state}"
+            name = f"optim/{weight}/{MASTER if state in MASTERS else state}"
             owner[weight] = None if chained is None else int(chained)
             _check_state(manifest, key, weight)
         if name in names:
@@ -113,11 +111,10 @@ def named(manifest: Manifest) -> Manifest:
         names[name] = key
     tensors = {name: replace(manifest.tensors[key], key=name) for name, key in names.items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim/")}
-    records = {**manifest.records, "keys": names, RECORD: _beside(manifest)}
+    records = {**manifest.records, "keys": names, RECORD: beside(manifest)}
     if kind is not None:
-        groups = tuple(groups_of(manifest))
-        trained = {name: weights[name] for name in weights if name in owner}
-        records["optimizer"] = _record(manifest, groups, trained, owner)
+        trained = {name: tensor.shape for name, tensor in weights.items() if name in owner}
+        records["optimizer"] = record_of(manifest, trained, owner)
         records["untrained"] = frozenset(weights) - frozenset(owner)
     return replace(manifest, tensors=tensors, records=records)
 
@@ -219,27 +216,30 @@ def _count(step: Any, where: str) -> int:
     return int(step)
 
 
-def _record(
-    manifest: Manifest,
-    groups: Sequence[Group],
-    weights: Mapping[str, StoredTensor],
-    owner: Mapping[str, int | None],
+def record_of(
+    manifest: Manifest, weights: Mapping[str, Sequence[int]], owner: Mapping[str, int | None]
 ) -> OptimizerRecord:
-    args = arguments(manifest)
-    decays_norms = args.get("apply_wd_to_qk_layernorm") is True
+    """The updates and settings of weights, each in the group that Megatron puts it in.
+
+    Args:
+        manifest: The folder.
+        weights: The stored shape of every weight that has a state.
+        owner: The number of its optimizer among those that are chained.
+
+    Raises:
+        As ``groups_of`` and ``group_of``.
+    """
+    groups = list(groups_of(manifest))
+    decays_norms = arguments(manifest).get("apply_wd_to_qk_layernorm") is True
     members: dict[int, list[str]] = {number: [] for number in range(len(groups))}
     count: dict[str, int] = {}
-    for name, tensor in weights.items():
-        number = group_of(
-            name, num_dims(name, tensor.shape), groups, chained=owner[name], decays_norms=decays_norms
-        )
+    for name, shape in weights.items():
+        number = group_of(name, num_dims(name, shape), groups, chained=owner[name], decays_norms=decays_norms)
         members[number].append(name)
         if (made := groups[number].count) is not None:
             count[name] = made
-    return OptimizerRecord(
-        count,
-        tuple({**group.settings, "params": members[number]} for number, group in enumerate(groups)),
-    )
+    of = tuple({**group.settings, "params": members[number]} for number, group in enumerate(groups))
+    return OptimizerRecord(count, of)
 
 
 # --- what is carried ----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def arguments(manifest: Manifest) -> Mapping[str, Any]:
     return state if isinstance(state, Mapping) else {}
 
 
-def _beside(manifest: Manifest) -> dict[str, Any]:
+def beside(manifest: Manifest) -> dict[str, Any]:
     """What is neither weight nor state: plain values that all ranks share, and the keys of objects."""
     common = {
         key: value
@@ -279,11 +279,11 @@ def carried(manifest: Manifest) -> dict[str, Any]:
     Args:
         manifest: From `named`.
     """
-    beside = manifest.records.get(RECORD, {})
+    found = manifest.records.get(RECORD, {})
     return {
-        "common": dict(beside.get("common", {})),
-        "objects": {key: torch_dist.object_bytes(manifest, key) for key in beside.get("objects", ())},
-        "grad_scaler": beside.get("grad_scaler"),
+        "common": dict(found.get("common", {})),
+        "objects": {key: torch_dist.object_bytes(manifest, key) for key in found.get("objects", ())},
+        "grad_scaler": found.get("grad_scaler"),
     }
 
 
@@ -310,3 +310,13 @@ def key_of(weight: str, state: str, *, chained: int | None = None) -> str:
         )
     prefix = "" if chained is None else f"chained_{chained}."
     return f"{prefix}optimizer.state.{'param' if state == MASTER else state}.{weight}"
+
+
+def weight_of(key: str) -> str | None:
+    """The weight that a stored state is of; ``None`` where a key is of none.
+
+    >>> weight_of("optimizer.state.param.decoder.final_layernorm.weight")
+    'decoder.final_layernorm.weight'
+    """
+    match = _STATE.fullmatch(key)
+    return None if match is None else match[3]
