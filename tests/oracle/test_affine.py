@@ -378,9 +378,7 @@ def shards_of(*rows: list[int], dtype: Any = None) -> dict[int, Any]:
 def test_rows_that_nobody_holds() -> None:
     """Two ranks claim rows 0 to 3, nobody has 4 to 7: the peer rebuilds what lay in memory."""
     data = document((4, [piece((0, 4), 0, [0])]), (4, [piece((0, 4), 0, [1])]))
-    with pytest.raises(
-        OverlapError, match=r"element \(0, 0\).*rank 0 declares \(0,\); rank 1 declares \(1,\)"
-    ):
+    with pytest.raises(OverlapError, match=r"element \(0, 0\).*rank 0 declares \(0\); rank 1 declares \(1\)"):
         read(data)
     shared = document((4, [piece((0, 4), 0, [0, 1])]), (4, [piece((0, 4), 0, [0, 1])]))
     with pytest.raises(GapError, match=r"element \(4, 0\): held by no rank"):
@@ -468,7 +466,7 @@ def test_a_place_that_is_written_twice() -> None:
     [
         ([], r"holders\(\)"),
         ([0, 1], r"declared \(0, 1\), but rank 0 holds it and rank 1 does not so"),
-        ([1], r"declared \(1,\), but rank 0 holds it"),
+        ([1], r"declared \(1\), but rank 0 holds it"),
         ([0, 7], r"holders\(0, 7\) against ranks 0..1"),
     ],
 )

@@ -19,6 +19,7 @@ import numpy as np
 from shardweave.dialects.affine_views import Views, blocks_of_views
 from shardweave.errors import FormatError, GeometryError, TransformError
 from shardweave.layout.affine import AffineMap, Pieces
+from shardweave.layout.affine_proof import Proof
 from shardweave.layout.region import cut
 
 VERSION = 1
@@ -135,6 +136,7 @@ def _map(
     key = shape, tuple(shards), views.key(), tuple(sets)
     if key in known:
         return known[key]
+    Proof(shape, tuple(shards), repr(name)).check_shapes()
     index, at, count, row = blocks_of_views(views, shape, shards, most=left, name=repr(name))
     columns = Pieces(
         np.array(views.rank, dtype=np.int64)[row],

@@ -77,14 +77,6 @@ def blocks_of_views(
         numbers = np.array(views.numbers, dtype=np.int64)
     except OverflowError:
         _too_large(name, "a number of a view is 2**63 or more")
-    if any(len(shard) != dims for shard in shards):
-        shard = next(shard for shard in shards if len(shard) != dims)
-        raise BufferRuleError(
-            "a shard has the dims of its tensor",
-            where=f"map of {name}",
-            equation=f"shard{shard} of tensor{shape}",
-            hint="flat shards are ranges of a buffer and no blocks: undo the flattening first",
-        )
     axes = np.array(views.axes, dtype=np.int64)
     begin = np.cumsum(3 * axes + 2) - (3 * axes + 2)
     rows = np.flatnonzero(axes == dims)

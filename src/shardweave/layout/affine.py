@@ -47,7 +47,8 @@ class AffineMap:
         name: What the map is of, for messages.
 
     Raises:
-        OutsideError: A block reaches outside the tensor or its shard.
+        OutsideError: A block reaches outside the tensor or its shard, or sizes cannot be counted.
+        BufferRuleError: A shard has other dims than the tensor.
         GapError: An element is held by no rank, or a place of a shard is not filled.
         OverlapError: A place is filled twice, or an element is held by ranks that do not declare it together.
         HolderError: The ranks declared for a block are not those that hold it.

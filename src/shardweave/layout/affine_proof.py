@@ -15,7 +15,14 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from shardweave.errors import GapError, HolderError, OutsideError, OverlapError, TransformError
+from shardweave.errors import (
+    BufferRuleError,
+    GapError,
+    HolderError,
+    OutsideError,
+    OverlapError,
+    TransformError,
+)
 from shardweave.layout.mesh import MOST_RANKS
 from shardweave.layout.region import balance
 from shardweave.layout.table import Ints
@@ -73,7 +80,7 @@ class Proof:
                     hint="the description is damaged; take it from the checkpoint again",
                 )
             if len(shape) != len(self.shape):
-                raise OutsideError(
+                raise BufferRuleError(
                     "a shard has the dims of its tensor",
                     where=f"map of {self.name}, {what}",
                     equation=f"shape{shape} has {len(shape)} dims, shape{self.shape} has {len(self.shape)}",
@@ -173,7 +180,7 @@ class Proof:
             raise HolderError(
                 "the holders of a block are ranks of the map, one at least",
                 where=self._piece(pieces, int(rows[0])),
-                equation=f"holders{sets[int(pieces.holders[rows[0]])]} against ranks 0..{span - 1}",
+                equation=f"holders({_some(sets[int(pieces.holders[rows[0]])])}) against ranks 0..{span - 1}",
                 hint="the description and the shards are not of one checkpoint, or it is damaged",
             )
         declared = of_set * span + members
@@ -252,7 +259,7 @@ class Proof:
         raise HolderError(
             "a block is held by exactly the ranks that are declared for it",
             where=f"map of {self.name}, rank {rank}, element {tuple(place.tolist())}",
-            equation=f"declared {held}, but {what}",
+            equation=f"declared ({_some(held)}), but {what}",
             hint="a holder of another part, or with another scale, is a block of its own",
         )
 
@@ -270,7 +277,9 @@ class Proof:
         rows = np.flatnonzero(
             ((pieces.index <= place) & (place < pieces.index + pieces.count)).all(axis=1)
         ).tolist()
-        held = "; ".join(f"rank {pieces.rank[i]} declares {sets[pieces.holders[i]]}" for i in rows[:4])
+        held = "; ".join(
+            f"rank {pieces.rank[i]} declares ({_some(sets[pieces.holders[i]])})" for i in rows[:4]
+        )
         raise OverlapError(
             "ranks that hold an element declare it together, and each holds it once",
             where=where,
@@ -283,6 +292,11 @@ class Proof:
             f"map of {self.name}, rank {pieces.rank[row]}, block at {tuple(pieces.at[row].tolist())} of its "
             f"shard"
         )
+
+
+def _some(ranks: Sequence[int], most: int = 8) -> str:
+    head = ", ".join(str(rank) for rank in ranks[:most])
+    return head if len(ranks) <= most else f"{head}, ... {len(ranks)} in all"
 
 
 def _first_difference(place: Ints, corners: Ints, other: Ints, others: Ints) -> tuple[Ints, int]:
