@@ -389,6 +389,45 @@ def test_rows_that_nobody_holds() -> None:
         assert theirs_of(wrong).uncovered_offsets() == list(range(16, 32))
 
 
+def converted(data: Document, rows: list[list[int]], folder: Path, *, name: str = "w") -> Any:
+    """What its converter writes of a weight whose ranks hold these rows: ``merge_tp_slices``, as it is."""
+    import torch
+    from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
+
+    for rank, shard in shards_of(*rows).items():
+        (folder / "tmp" / name / str(rank)).mkdir(parents=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save(shard.reshape(-1), folder / "tmp" / name / str(rank) / f"{state}.00")
+    info = {"universal_checkpoint_version": 0.4, "affine_map": data}
+    shapes = [torch.Size((len(each), 4)) for each in rows]
+    merge_tp_slices(info, str(folder / "out"), str(folder / "tmp"), len(rows), (name, shapes))
+    return torch.load(folder / "out" / name / "fp32.pt", weights_only=False)["param"]
+
+
+@PEER
+def test_its_converter_writes_what_nobody_holds(tmp_path: Path) -> None:
+    """The files of a conversion: right for a right map; for a gap, rows that were never read."""
+    assert converted(good(), [[0, 1, 2, 3], [4, 5, 6, 7]], tmp_path / "right")[:, 0].tolist() == list(
+        range(8)
+    )
+    data = document((4, [piece((0, 4), 0, [0])]), (4, [piece((0, 4), 0, [1])]))
+    full = converted(data, [[1, 2, 3, 4], [-1, -2, -3, -4]], tmp_path / "wrong")
+    assert full.shape == (8, 4) and full[:4, 0].tolist() == [-1, -2, -3, -4]
+
+
+@PEER
+def test_its_converter_takes_the_begin_of_a_name_and_no_version(tmp_path: Path) -> None:
+    data = good()
+    data["params"] = {"w": data["params"].pop("^w$")}
+    del data["version"]
+    full = converted(data, [[0, 1, 2, 3], [4, 5, 6, 7]], tmp_path / "a", name="weight_of_another")
+    assert full[:, 0].tolist() == list(range(8))
+    data["params"]["w"]["transposed"] = True
+    converted(data, [[0, 1, 2, 3], [4, 5, 6, 7]], tmp_path / "b")
+    with pytest.raises(RuntimeError, match="version 2"):
+        converted(data | {"version": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]], tmp_path / "c")
+
+
 @PEER
 def test_ranks_that_disagree_on_rows_of_one_owner() -> None:
     """Rows 2 and 3 are on two ranks and declared by each alone: the peer takes the last that it reads."""
