@@ -19,6 +19,7 @@ HIDDEN, INNER, VOCAB = 5, 7, 11
 def play(case: dict[str, Any], out: Path, rank: int) -> None:
     """One engine: trained or resumed, then asked what it holds, then trained on."""
     import deepspeed
+    import deepspeed_training
     import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -26,7 +27,9 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     # A resumed engine begins with other weights: what it holds then comes from the checkpoint.
-    torch.manual_seed(1 if "load" in case else 0)
+    # Tensor-parallel ranks hold weights of their own, which meet nowhere: what matters is whose is whose.
+    tp = case.get("tp", 1)
+    torch.manual_seed((1 if "load" in case else 0) + 10 * (rank % tp))
     model = build(frozen=case.get("frozen", True))
     if case.get("spoil"):  # what only the checkpoint can bring back
         with torch.no_grad():
@@ -62,6 +65,7 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
         },
         "checkpoint": {"load_universal": case.get("universal", False)},
         "steps_per_print": 1000,
+        **case.get("config", {}),
     }
     if dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
@@ -69,7 +73,12 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
         accelerator = deepspeed.accelerator.get_accelerator()
         accelerator.is_fp16_supported = lambda: True  # torch multiplies such matrices on CPU all the same
         config["fp16"] = {"enabled": True, "initial_scale_power": 8}
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=kind(params, **settings), config=config)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=kind(params, **settings),
+        config=config,
+        mpu=deepspeed_training.Ranks(tp) if tp > 1 else None,
+    )
     client: Any = None
     if "load" in case:
         load = Path(case["load"])

@@ -286,11 +286,13 @@ def of_source(records: Mapping[str, Any], *, tp: int) -> dict[str, Any]:
     own: Mapping[str, Any] = records.get("deepspeed") or records.get("universal") or {}
     found = {key: records[key] for key in ("optimizer", "untrained", "shared") if key in records}
     found |= {key: own[key] for key in ("buffers", "scalars", "parts") if own.get(key)}
-    models = next(iter((own.get(MODEL_STATES) or {}).values()), {})
-    states = own.get("optimizer_state") or next(iter((own.get(OPTIMIZER_STATES) or {}).values()), {})
+    models: Mapping[str, Any] = next(iter((own.get(MODEL_STATES) or {}).values()), {})
+    states: Mapping[str, Any] = own.get("optimizer_state") or next(
+        iter((own.get(OPTIMIZER_STATES) or {}).values()), {}
+    )
     found |= {MODEL_STATES: models} if models else {}
-    states = {key: value for key, value in states.items() if key not in _OF_FILE}
-    found |= {OPTIMIZER_STATES: states} if states else {}
+    inner = {key: value for key, value in states.items() if key not in _OF_FILE}
+    found |= {OPTIMIZER_STATES: inner} if inner else {}
     if INFO in records and own.get("tp") == tp > 1:
         found[INFO] = records[INFO]
     return found

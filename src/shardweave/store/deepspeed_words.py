@@ -63,7 +63,7 @@ def optimizer_states(described: Description, dtype: str) -> dict[str, Any]:
     scales = (
         isinstance(scaler, Instance) and type(scaler.state) is dict and scaler.state.get("cur_scale") != 1
     )
-    if dtype and (dtype != "float16" or not scales):
+    if dtype and scales != (dtype == "float16"):
         found.pop("loss_scaler", None)
         found.pop("dynamic_loss_scale", None)
     return found
@@ -85,15 +85,20 @@ def param_groups(groups: Sequence[Group], params: Sequence[Sequence[int]]) -> li
     ]
 
 
-def config(described: Description, *, stage: int, dtype: str) -> Any:
-    """The configuration of the run that is said to have saved: that of the source, or the least."""
-    given = described.records.get(MODEL_STATES, {}).get("ds_config")
-    if given is not None:
-        return carried({"ds_config": given})["ds_config"]
-    found: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    if dtype != "float32":
-        found["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
-    return found
+def config(described: Description, *, dtype: str, zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the run that is said to have saved: that of the source, or the least.
+
+    Args:
+        described: What is stored.
+        dtype: Of the weights in training; empty where the checkpoint is of none.
+        zero: What ``zero_optimization`` has to say of how weights lie in the files.
+    """
+    found = carried({"ds_config": described.records.get(MODEL_STATES, {}).get("ds_config")})["ds_config"]
+    if type(found) is not dict:
+        words = {"bfloat16": "bf16", "float16": "fp16"}
+        found = {words[dtype]: {"enabled": True}} if dtype in words else {}
+    before = found.get("zero_optimization")
+    return {**found, "zero_optimization": {**(before if type(before) is dict else {}), **zero}}
 
 
 def model_states(
@@ -103,8 +108,7 @@ def model_states(
     param_shapes: list[dict[str, Any]],
     dp: int,
     tp: int,
-    stage: int,
-    dtype: str,
+    config: Mapping[str, Any],
     frozen: tuple[dict[str, Any], dict[str, Any]] | None,
 ) -> dict[str, Any]:
     """A file of model states.
@@ -115,8 +119,7 @@ def model_states(
         param_shapes: The shapes of the trained weights, a dict a flat group.
         dp: Data-parallel ranks.
         tp: Tensor-parallel ranks.
-        stage: Of ZeRO.
-        dtype: Of the weights in training.
+        config: Of the run that is said to have saved.
         frozen: Shapes and tensors of the frozen parameters, where the stage keeps them apart.
     """
     counts = [group.count for group in described.groups if group.count is not None]
@@ -125,7 +128,7 @@ def model_states(
         "lr_scheduler": None, "data_sampler": None, "random_ltd": None,
         "skipped_steps": 0, "global_steps": max(counts, default=0),
         **carried(described.records.get(MODEL_STATES, {})),
-        "ds_config": config(described, stage=stage, dtype=dtype),
+        "ds_config": dict(config),
     }  # fmt: skip
     return {
         **values,

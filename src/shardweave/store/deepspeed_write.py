@@ -14,7 +14,7 @@ Source: deepspeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,7 @@ FORMAT: Final = "deepspeed"
 LATEST: Final = "latest"
 RECORDS: Final = deepspeed_state.RECORDS
 _DTYPES: Final = ("bfloat16", "float16", "float32")
+_OPTIONS: Final = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
 _MASTER_BYTES: Final = ITEMSIZE["float32"]
 
 
@@ -230,14 +231,26 @@ def _files(described: Description, zero: Zero, tag: str) -> Iterator[LaidOut]:
                 value = model(described, weights, zero, rank)
                 yield LaidOut(f"{tag}/{name}_model_states.pt", torch_archive.lay_out(value))
             if optimizer:
-                config = deepspeed_words.config(described, stage=zero.stage, dtype=zero.dtype)
                 value = {
                     "optimizer_state_dict": states(described, weights, zero, rank),
-                    "ds_config": config,
+                    "ds_config": _config(described, zero),
                     "ds_version": deepspeed_words.VERSION,
                 }
                 name = f"{prefix}zero_pp_rank_{rank}_{of_tp}_optim_states.pt"
                 yield LaidOut(f"{tag}/{name}", torch_archive.lay_out(value))
+
+
+def _config(described: Description, zero: Zero) -> dict[str, Any]:
+    """The configuration, in which what decides how weights lie is true of these files."""
+    given = described.records.get(deepspeed_state.MODEL_STATES, {}).get("ds_config")
+    before = given.get("zero_optimization") if isinstance(given, Mapping) else None
+    named = before if isinstance(before, Mapping) else {}
+    options = {
+        field.name: getattr(zero, field.name)
+        for field in fields(Zero)
+        if field.name in _OPTIONS and (field.name in named or getattr(zero, field.name) != field.default)
+    }
+    return deepspeed_words.config(described, dtype=zero.dtype, zero={"stage": zero.stage, **options})
 
 
 def _whole(weight: Weight, *, copy: bool = False) -> View:
@@ -260,8 +273,7 @@ def _model12(described: Description, weights: Mapping[str, Weight], zero: Zero, 
         param_shapes=[_shapes(weights, names) for names in _orders(described, zero)],
         dp=zero.dp,
         tp=zero.tp,
-        stage=zero.stage,
-        dtype=zero.dtype,
+        config=_config(described, zero),
         frozen=frozen if zero.stage == 2 else None,
     )
 
@@ -287,8 +299,7 @@ def _model3(described: Description, weights: Mapping[str, Weight], zero: Zero, r
         param_shapes=[_shapes(weights, names) for _, names in _sub_groups(described, weights, zero)],
         dp=zero.dp,
         tp=zero.tp,
-        stage=zero.stage,
-        dtype=zero.dtype,
+        config=_config(described, zero),
         frozen=(_shapes(weights, described.frozen), fragments),
     )
 

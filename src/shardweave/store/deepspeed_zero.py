@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from shardweave.errors import DtypeError, FormatError, GapError, IndexMismatchError
 from shardweave.store.deepspeed_files import File, broken, interval, number, settings
+from shardweave.store.deepspeed_flat import round_robin
 from shardweave.store.manifest import ITEMSIZE, Extent, StoredTensor
 from shardweave.store.pickles import Instance, brief
 from shardweave.store.torch_save import TensorAt
@@ -142,7 +143,10 @@ def partitions(
             sets.append(_group(flat, folder, g, owners, names, list(group), ranks))
         if any(one != sets[0] for one in sets[1:]):
             raise differ(say, "the settings of a group")
-        params = [rename(name, e) if experts > 1 else name for e in range(experts) for name in group]
+        given = list(group)
+        if _round_robin(files[0]):  # as the optimizer was given them, whatever order they lie in
+            given = [name for _, name in sorted(zip(round_robin(len(given), cut), given, strict=True))]
+        params = [rename(name, e) if experts > 1 else name for e in range(experts) for name in given]
         flat.groups.append({"params": params, **sets[0]["settings"]})
         flat.scalars.append(sets[0]["scalars"])
     return flat
@@ -247,7 +251,7 @@ def _group(
         flat.padding_bytes += sum(
             (tensor.shape[0] - held) * ITEMSIZE[tensor.dtype] for tensor in (master, *arrays.values())
         )
-        found = {"settings": _settings(folder, file, state, g), "scalars": scalars, "states": sorted(arrays)}
+        found = {"settings": _settings(folder, file, state, g), "scalars": scalars, "states": _dtypes(master, arrays)}
         outcome.append({**found, "count": count})
     _agree(folder, g, owners, outcome)
     if outcome[0]["count"] is not None:
@@ -399,6 +403,10 @@ def split_states(
     return arrays, scalars
 
 
+def _dtypes(master: TensorAt, arrays: Mapping[str, TensorAt]) -> dict[str, str]:
+    return {key: tensor.dtype for key, tensor in sorted({MASTER: master, **arrays}.items())}
+
+
 def _param_group(state: Mapping[str, Any], g: int) -> Mapping[str, Any]:
     base = state.get("base_optimizer_state")
     groups = base.get("param_groups") if type(base) is dict else None
@@ -419,12 +427,13 @@ def _agree(
     outcome: Sequence[Mapping[str, Any]],
 ) -> None:
     for (file, _), one in zip(owners, outcome, strict=True):
-        if one["states"] != outcome[0]["states"]:
-            both = one["states"], outcome[0]["states"]
-            raise GapError(
-                "ranks hold the same states of a group",
+        mine, first = one["states"], outcome[0]["states"]
+        if mine != first:
+            known = GapError if mine.keys() != first.keys() else DtypeError
+            raise known(
+                "ranks hold the same states of a group, in the same dtypes",
                 where=f"{folder / file.name}, group {g}",
-                equation=f"states {both[0]}, {owners[0][0].name} has {both[1]}",
+                equation=f"{mine}, {owners[0][0].name} has {first}",
                 hint="files of two saves were mixed; copy the whole folder again",
             )
         for key in ("count", "settings", "scalars"):

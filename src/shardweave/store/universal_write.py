@@ -175,8 +175,7 @@ def _model_states(described: Description, module: Mapping[str, Any]) -> dict[str
         ],
         dp=1,
         tp=1,
-        stage=1,
-        dtype="float32",
+        config=deepspeed_words.config(described, dtype="", zero={}),
         frozen=None,
     )
 
