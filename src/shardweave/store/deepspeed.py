@@ -114,7 +114,7 @@ def read(root: Path) -> Manifest:
     found = listed(folder)
     models, degrees = model_files(folder, found)
     states = _states(folder, found["optim"], degrees)
-    stage = _stage(folder, [file for files in states for file in files], degrees)
+    stage = _stage(folder, models, [file for files in states for file in files], degrees)
     experts = Experts.of(folder, found, models[0][0].value)
     groups = [_groups(folder, *pair) for pair in zip(models, states, strict=True)] if states else None
     trained = None if groups is None else [[name for group in one for name in group] for one in groups]
@@ -175,10 +175,11 @@ def _states(folder: Path, names: Ranks, degrees: Degrees) -> list[list[File]]:
     ]
 
 
-def _stage(folder: Path, files: Sequence[File], degrees: Degrees) -> int:
+def _stage(folder: Path, models: Sequence[Sequence[File]], files: Sequence[File], degrees: Degrees) -> int:
     """The stage that all optimizer files state, and the names of files imply."""
-    # The optimizer of bf16 without ZeRO states none, and is cut like ZeRO-1.
-    found = {stage_of(optimizer_of(folder, file).get("zero_stage", 0)) for file in files} or {0}
+    # The optimizer of bf16 states none, and is cut like ZeRO-1 whatever the stage is.
+    unsaid = 1 if models[0][0].value.get("param_shapes") is not None else 0
+    found = {stage_of(optimizer_of(folder, file).get("zero_stage", unsaid)) for file in files} or {0}
     stage = next(iter(found))
     if len(found) > 1 or stage not in range(4) or (stage == 3) != (degrees.stage == 3):
         raise IndexMismatchError(

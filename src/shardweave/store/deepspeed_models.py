@@ -222,7 +222,11 @@ class Untrained:
         """
         tensors: dict[str, StoredTensor] = {}
         names: dict[str, None] = {}
-        shared = shared_of(folder, grid[0][0])
+        # DeepSpeed tells shared weights by their address, and those without elements all have the same.
+        shapes = grid[0][0].value.get("frozen_param_shapes")
+        named = shapes.items() if type(shapes) is dict else ()
+        empty = {name for name, shape in named if type(shape) is tuple and 0 in shape}
+        shared = {name: owner for name, owner in shared_of(folder, grid[0][0]).items() if name not in empty}
         buffers = _buffers(folder, grid[0][0])
         modules = []
         for tp, files in enumerate(grid):
@@ -235,6 +239,8 @@ class Untrained:
                 frozen = named_shapes(folder, first, value, "frozen_param_shapes")
             rest: dict[str, TensorAt] = {}
             for name, tensor in module.items():
+                if name in mine and name in shared:
+                    raise broken(folder / first.name, f"weight {name!r} is trained, and is {shared[name]!r}")
                 if name in mine or name in frozen:
                     continue
                 if type(tensor) is not TensorAt:

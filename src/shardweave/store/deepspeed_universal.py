@@ -179,13 +179,14 @@ def _models(folder: Path) -> tuple[list[list[File]], dict[str, int]]:
     """Files of model states by model-parallel rank, and the degrees that they were saved at."""
     found = listed(folder)
     kinds = [kind for kind in ("model", "model3") if found[kind]]
-    if len(kinds) != 1:
+    if not kinds:
         raise MissingFileError(
             "a universal checkpoint has the files of model states that it was made from",
             where=str(folder),
-            equation="none, or those of ZeRO-3 and others",
+            equation="there are none",
             hint="convert again; the folder that is meant holds 'zero' and mp_rank_*_model_states.pt",
         )
+    # Those of ZeRO-3 may lie beside the others, for an engine that asks for them, and say the same.
     names = found[kinds[0]]
     first = load(folder, names[min(names)], allow=MODEL)
     said = first.value.get("checkpoint_parallel_dimensions")
@@ -197,7 +198,7 @@ def _models(folder: Path) -> tuple[list[list[File]], dict[str, int]]:
     count = max(tp * pp, max(key[0] for key in names) + 1)
     pattern = "mp_rank_{0:02d}_model_states.pt"
     wanted: list[tuple[int, ...]] = [(k,) for k in range(count)]
-    if kinds == ["model3"]:
+    if kinds[0] == "model3":
         pattern = f"zero_pp_rank_{{1}}_{pattern}"
         wanted = [(k, d) for k in range(count) for d in range(max(dp, max(key[1] for key in names) + 1))]
     complete(folder, names, wanted, pattern)

@@ -251,8 +251,14 @@ def _group(
         flat.padding_bytes += sum(
             (tensor.shape[0] - held) * ITEMSIZE[tensor.dtype] for tensor in (master, *arrays.values())
         )
-        found = {"settings": _settings(folder, file, state, g), "scalars": scalars, "states": _dtypes(master, arrays)}
-        outcome.append({**found, "count": count})
+        outcome.append(
+            {
+                "settings": _settings(folder, file, state, g),
+                "scalars": scalars,
+                "states": _dtypes(master, arrays),
+                "count": count,
+            }
+        )
     _agree(folder, g, owners, outcome)
     if outcome[0]["count"] is not None:
         flat.count |= dict.fromkeys(names, outcome[0]["count"])
