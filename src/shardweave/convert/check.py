@@ -18,6 +18,7 @@ from shardweave.convert.source import open_checkpoint, read_files
 from shardweave.convert.staging import FOLDER, require_finished
 from shardweave.dialects import hf
 from shardweave.errors import DigestError, ShardweaveError
+from shardweave.layout import Layout
 from shardweave.layout.holders import first_holders
 from shardweave.plan import plan
 from shardweave.store import digest, native
@@ -85,6 +86,7 @@ def check(
     root: Path,
     *,
     config: Path | Mapping[str, Any] | None = None,
+    layout: Layout | None = None,
     digests: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checked:
@@ -96,6 +98,7 @@ def check(
         root: A folder, or one safetensors file.
         config: The model's Hugging Face config; by default the one in the folder. Without any, names
             and shapes are not compared with a model.
+        layout: Which shard of a rank holds what, where the format does not say.
         digests: Whether to read all weights and compare them with recorded digests.
         progress: Told ``(bytes read, bytes in all)``.
     """
@@ -113,7 +116,7 @@ def check(
     if config is None and not _describes_itself(manifest):
         checked.skip("model", "no config is given or found; names and shapes are not compared")
     else:
-        _check_model(checked, root, config)
+        _check_model(checked, root, config, layout)
     if not digests:
         checked.skip("digests", "not asked for")
     elif manifest.format == "native":
@@ -136,14 +139,17 @@ def _files(manifest: Manifest) -> str:
 
 
 def _describes_itself(manifest: Manifest) -> bool:
-    root = manifest.root if manifest.root.is_dir() else manifest.root.parent
+    root = FORMATS[manifest.format].home(manifest)
+    root = root if root.is_dir() else root.parent
     return (root / "config.json").is_file() or FORMATS[manifest.format].config(manifest) is not None
 
 
-def _check_model(checked: Checked, root: Path, config: Path | Mapping[str, Any] | None) -> None:
+def _check_model(
+    checked: Checked, root: Path, config: Path | Mapping[str, Any] | None, layout: Layout | None
+) -> None:
     source = checked.attempt(
         "model",
-        lambda: open_checkpoint(root, config=config),
+        lambda: open_checkpoint(root, config=config, layout=layout),
         lambda found: (
             f"names, shapes and dtypes are those of {found.model.family}, "
             f"{found.model.num_layers} layers, {found.model.numel:,} parameters"

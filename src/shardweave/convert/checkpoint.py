@@ -81,6 +81,9 @@ class OptimizerState:
         weights: The weights that it is of, by name.
         counts: How many updates were made of each weight; of none where no state counts them.
         settings: The settings of each weight by its name, by the words of torch; empty where none are known.
+        grouped: Whether weights of one group, and no others, share one mapping of settings. Else weights with
+            equal settings are a group.
+        ordered: Whether weights are in ``settings`` in the order in which their module has them.
         read: Stored keys of the counts and the settings.
     """
 
@@ -89,6 +92,8 @@ class OptimizerState:
     counts: Mapping[str, int]
     settings: Mapping[str, Mapping[str, Any]]
     read: frozenset[str] = frozenset()
+    grouped: bool = False
+    ordered: bool = False
 
     def states_of(self, name: str) -> tuple[str, ...]:
         """The states of a weight or a family of them, by the name of its tensor."""

@@ -21,7 +21,7 @@ from shardweave.convert.compare import check_replicas
 from shardweave.convert.execute import execute, facts_of, unwritable
 from shardweave.convert.formats import FORMATS, written
 from shardweave.convert.journal import Journal
-from shardweave.convert.masters import with_states
+from shardweave.convert.masters import as_read, with_states
 from shardweave.convert.source import open_checkpoint
 from shardweave.convert.staging import Staging, reserve, write_text
 from shardweave.convert.target import Target, Wanted
@@ -109,6 +109,7 @@ def prepare(
     to: str,
     config: Path | Mapping[str, Any] | None = None,
     layout: Layout | None = None,
+    to_layout: Layout | None = None,
     weights_only: bool = False,
     settings: Settings | None = None,
     **wanted: Any,
@@ -123,20 +124,22 @@ def prepare(
         to: The target's format, one of ``FORMATS``.
         config: The model's Hugging Face config; by default the one in the source.
         layout: Which shard of a rank of the source holds what, where its format does not say.
+        to_layout: The same of the target.
         weights_only: Whether to leave out the state of the optimizer in any case.
         settings: What reads the settings of the optimizer off a native checkpoint that a run saved;
             ``shardweave.train.interchange.settings_of``.
         wanted: What is asked of the target; the attributes of ``Wanted``.
     """
     form = written(to)
-    asked = Wanted(**wanted)
+    asked = Wanted(layout=to_layout, **wanted)
     source = open_checkpoint(src, config=config, layout=layout)
     state = None
+    masters = form.masters(asked)
     # Where a target has no masters, rounded weights would be those that the run goes on with.
-    if form.takes_states and not weights_only and (asked.dtype is None or form.masters):
+    if form.takes_states and not weights_only and (asked.dtype is None or masters != "only"):
         state = states(source, settings=settings)
     if state is not None:
-        source, state = with_states(source, state, masters=form.masters, dtype=asked.dtype)
+        source, state = with_states(source, state, masters=masters, dtype=asked.dtype)
     if asked.dtype and source.model.scaled:
         raise DtypeError(
             "a dtype is asked of weights whose values are their own",
@@ -246,9 +249,11 @@ def _carry_out(
         if not staging.ready:
             # Before anything is staged: a source that contradicts itself leaves nothing behind.
             if digests and job.source.format == "native":
-                native.verify(job.source.manifest)
+                native.verify(as_read(job.source.manifest))
             elif digests and (job.source.manifest.root / digest.SIDECAR).exists():
-                digest.verify(FORMATS[job.source.format].as_stored(job.source.manifest), workers=workers)
+                digest.verify(
+                    FORMATS[job.source.format].as_stored(as_read(job.source.manifest)), workers=workers
+                )
             check_replicas(job.source)
         staging.take_up(identity)
         if not staging.ready:
@@ -344,6 +349,7 @@ def _lay_out(job: Job, folder: Path, *, fresh: bool) -> Manifest:
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
+            path.parent.mkdir(parents=True, exist_ok=True)
             (aside / name).replace(path)
     shutil.rmtree(aside)
     for name in manifest.files:
@@ -389,7 +395,7 @@ def _write_beside(job: Job, folder: Path, *, fsync: bool) -> dict[str, Any]:
         config[key] = next(iter(dtypes))
     write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n", fsync=fsync)
     for name in _BESIDE:
-        path = job.source.manifest.root / name
+        path = FORMATS[job.source.format].home(job.source.manifest) / name
         if path.is_file() and not path.is_symlink():
             shutil.copyfile(path, folder / name)
     return config

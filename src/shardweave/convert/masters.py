@@ -8,51 +8,69 @@ and what a rounded weight is rounded from goes with the optimizer's state.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState
-from shardweave.convert.states import MASTER, owners, state_rule
-from shardweave.layout import BufferRule
+from shardweave.convert.states import MASTER, owners, part_of, state_rule, trained_part
+from shardweave.layout import BufferRule, Part
 from shardweave.layout.dtype import itemsize
+from shardweave.layout.subset import only
+from shardweave.store.manifest import Manifest, StoredTensor
+
+Masters = Literal["only", "beside", "always"]
+"""What a target has in full precision: only masters, in place of weights; masters beside weights that are
+rounded; or a master beside every trained weight, rounded or not."""
 
 ROUNDED: Final = "rounded from its master, which is converted in its place"
+AGAIN: Final = "again/"
+"""What begins the names of arrays that are read once more, as another one."""
 
 
 def with_states(
-    source: Checkpoint, state: OptimizerState, *, masters: bool, dtype: str | None
+    source: Checkpoint, state: OptimizerState, *, masters: Masters, dtype: str | None
 ) -> tuple[Checkpoint, OptimizerState]:
     """The source with the states among what it holds.
 
     Args:
         source: The checkpoint.
         state: The state of its optimizer.
-        masters: Whether the target keeps masters beside rounded weights. Where it does not, its weights are
-            the masters, and those that were rounded from them are left out.
-        dtype: The dtype that weights are asked for in. Where the target keeps masters, these are what the
-            source has in full precision.
+        masters: What the target has in full precision. Where it has only masters, the weights that were
+            rounded from them are left out.
+        dtype: The dtype that weights are asked for in. Masters are what the source has in full precision.
     """
     kept = {rule.name: rule for rule in state.layout.rules}
-    weights = list(source.layout.rules)
+    made: dict[str, BufferRule] = {}
+    weights: list[BufferRule] = []
     stored = dict(source.manifest.tensors)
     left_out = {key: why for key, why in source.left_out.items() if key not in state.read}
-    has = {rule.name: any(state.states_of(part.tensor.name) for part in rule.parts) for rule in weights}
     owned = {rule.name for rule in owners(source.layout)}
-    for i, rule in enumerate(weights):
-        if rule.name not in owned:
-            continue
+    for rule in source.layout.rules:
         master = kept.get(f"optim/{rule.name}/{MASTER}")
-        if master is not None and (not masters or dtype == master.dtype):
+        trained = next(trained_part(source.layout, rule, state), None) if rule.name in owned else None
+        if trained is None:
+            weights.append(rule)
+        elif master is not None and (masters == "only" or dtype == master.dtype):
             # The weight is the master: what was rounded from it is not needed.
-            del kept[master.name]
-            weights[i] = replace(master, parts=rule.parts)
-            left_out |= dict.fromkeys(_keys(source, rule), ROUNDED)
-        elif master is None and masters and dtype and _narrower(dtype, rule) and has[rule.name]:
-            # The weight is rounded, and its master is what it is rounded from: the same bytes once more.
-            made = state_rule(rule, MASTER)
-            kept[made.name] = made
-            for key, of in zip(_keys(source, made), _keys(source, rule), strict=True):
-                stored[key] = replace(stored[of], key=key)
-    rules = tuple(kept.values())
+            left_out |= dict.fromkeys(_keys(source, trained[0]), ROUNDED)
+            if masters == "always":
+                stored |= _again(source, master, stored)
+                weights.append(replace(master, name=f"{AGAIN}{master.name}", parts=rule.parts))
+            else:
+                del kept[master.name]
+                weights.append(replace(master, parts=rule.parts))
+            weights += _untrained(source, rule, trained[0])
+        elif master is None and (
+            masters == "always"
+            or (masters == "beside" and dtype is not None and itemsize(dtype) < itemsize(rule.dtype))
+        ):
+            # The weight may be rounded, and its master is what it is rounded from: the same bytes once more.
+            again = state_rule(trained[0], MASTER, name=f"{AGAIN}{rule.name}")
+            stored |= _again(source, trained[0], stored)
+            made[again.name] = again
+            weights.append(rule)
+        else:
+            weights.append(rule)
+    rules = (*kept.values(), *made.values())
     manifest = replace(source.manifest, tensors=stored)
     layout = replace(source.layout, rules=(*weights, *rules))
     for key in layout.stored():
@@ -63,8 +81,33 @@ def with_states(
     )
 
 
-def _narrower(dtype: str, rule: BufferRule) -> bool:
-    return itemsize(dtype) < itemsize(rule.dtype)
+def as_read(manifest: Manifest) -> Manifest:
+    """The manifest of a source without the arrays that ``with_states`` names once more."""
+    kept = {key: tensor for key, tensor in manifest.tensors.items() if not key.startswith(AGAIN)}
+    return replace(manifest, tensors=kept)
+
+
+def _again(source: Checkpoint, rule: BufferRule, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The arrays of a rule under further keys."""
+    return {f"{AGAIN}{key}": replace(stored[key], key=f"{AGAIN}{key}") for key in _keys(source, rule)}
+
+
+def _untrained(source: Checkpoint, rule: BufferRule, trained: BufferRule) -> list[BufferRule]:
+    """The members of the families of a buffer that are not trained, as a buffer of the same families."""
+    of = {part.label: part.tensor for part in trained.parts}
+    wanted = {}
+    for part in rule.parts:
+        kept = {name: {n for _, n in dim} for name, dim in of[part.label].index}
+        index = tuple(
+            (name, only(dim, {n for _, n in dim} - kept[name]) if i == 0 else dim)
+            for i, (name, dim) in enumerate(part.tensor.index)
+        )
+        if not index or not len(index[0][1]):
+            return []
+        wanted[part.tensor] = replace(part.tensor, index=index)
+    rest = part_of(source.layout, rule, wanted, where=source.layout.name)
+    full = {part.label: part.tensor for part in rule.parts}
+    return [replace(rest, parts=tuple(Part(full[p.label], p.label, p.replica) for p in rest.parts))]
 
 
 def _keys(source: Checkpoint, rule: BufferRule) -> list[str]:

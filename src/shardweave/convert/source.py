@@ -17,7 +17,7 @@ from shardweave.convert.arrays import as_stored
 from shardweave.convert.checkpoint import Checkpoint
 from shardweave.convert.formats import FORMATS, detect
 from shardweave.convert.staging import require_finished
-from shardweave.errors import ModelError
+from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Layout
 from shardweave.models import from_config, plain
 from shardweave.store.manifest import Manifest
@@ -50,26 +50,36 @@ def open_checkpoint(
         ModelError: No config, or one that is not understood.
         UnknownNameError: The stored names are not those of the model.
         OutsideError: A stored shape is not what the model says.
+        GeometryError: A layout is missing, or is given where none is needed.
         FormatError and its kin: The files contradict themselves, or are of an unfinished conversion.
     """
     require_finished(root)
     manifest = read_files(root)
     form = FORMATS[manifest.format]
     require_finished(manifest.root)
+    if layout is not None and not form.takes_layout:
+        raise GeometryError(
+            "a layout is given where ranks store shards of a framework that does not say what they are",
+            where=str(root),
+            equation=f"layout({layout.name}), and the checkpoint is of format {form.name}",
+            hint="leave it out: the names in this format say what an array is",
+        )
     values = config_of(manifest, config)
     manifest = form.named(manifest, values)
     left_out = {key: "not a weight" for key in manifest.tensors if key.startswith(form.beside)}
     if values is not None:
         buffers = from_config(values, dtype="float32").buffers
-        left_out |= {key: "a buffer, not a weight" for key in manifest.tensors if key in buffers}
+        left_out |= {
+            key: "a buffer, not a weight" for key in manifest.tensors if key.partition("@")[0] in buffers
+        }
     stored = {key: tensor for key, tensor in manifest.tensors.items() if key not in left_out}
     dtypes = {tensor.dtype for tensor in stored.values()}
     if values is not None:
         model = from_config(values, dtype=_common(dtypes, values))
     else:
         model = plain(
-            {key: tensor.shape for key, tensor in stored.items()},
-            dtypes={key: tensor.dtype for key, tensor in stored.items()},
+            form.shapes(stored, manifest),
+            dtypes={key.partition("@")[0]: tensor.dtype for key, tensor in stored.items()},
         )
     held = form.layout(stored, model, manifest, layout)
     if set(held.tensors) == set(model.decoder.tensors):
@@ -90,7 +100,7 @@ def config_of(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Ma
     recorded = FORMATS[manifest.format].config(manifest) if config is None else None
     if recorded is not None:
         return recorded
-    root = manifest.root
+    root = FORMATS[manifest.format].home(manifest)
     path = config or (root if root.is_dir() else root.parent) / "config.json"
     if path.is_dir():
         path = path / "config.json"

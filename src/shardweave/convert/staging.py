@@ -35,7 +35,15 @@ from shardweave.store.sync import sync
 
 FOLDER = ".shardweave"
 _IDENTITY, _READY, _CLEARED, _LOCK = "identity.json", "ready.json", "cleared", "lock"
-_LAST = (".metadata", "shardweave.manifest", "model.safetensors.index.json", "model.safetensors")
+_LAST = (
+    ".metadata",
+    "shardweave.manifest",
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "rank_0.safetensors",
+    "latest",
+    "latest_universal",
+)
 """What makes a reader see a checkpoint, in any format; moved away first and published last."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -165,6 +166,31 @@ def part_of(layout: Layout, rule: BufferRule, wanted: Mapping[Tensor, Tensor], *
     return kept
 
 
+def trained_part(layout: Layout, rule: BufferRule, state: OptimizerState) -> Iterator[tuple[BufferRule, str]]:
+    """The part of a buffer of weights that is trained, with each state that it has.
+
+    Raises:
+        UnknownNameError: Weights that are stored as one have different states, or some have none.
+    """
+    has = {part.tensor: state.states_of(part.tensor.name) for part in rule.parts}
+    if len(set(has.values())) > 1:
+        (one, first), (other, second) = list(has.items())[:2]
+        raise UnknownNameError(
+            "weights that are stored as one have the same states",
+            where=f"{rule.name!r}",
+            equation=f"{', '.join(first)} of {one.name!r} != {', '.join(second)} of {other.name!r}",
+            hint=HINT,
+        )
+    found = has[rule.parts[0].tensor]
+    if not found:
+        return
+    # Families may be trained in part: the lower layers of a model are frozen.
+    families = {tensor.name: tensor.index for tensor in state.layout.tensors}
+    trained = {tensor: replace(tensor, index=families[f"optim/{tensor.name}/{found[0]}"]) for tensor in has}
+    kept = part_of(layout, rule, trained, where=layout.name)
+    yield from ((kept, which) for which in found)
+
+
 def owners(layout: Layout) -> Iterator[BufferRule]:
     """The rules of a layout, without those that hold again what another one owns."""
     owned = {part.tensor for rule in layout.rules for part in rule.parts if not part.replica}
@@ -220,8 +246,12 @@ def held_by(buffer: Buffer, positions: Sequence[int]) -> Iterator[tuple[str, tup
 # --- what is recorded beside them ---------------------------------------------------------------
 
 
-def recorded(source: Checkpoint) -> OptimizerState | None:
+def recorded(source: Checkpoint, *, ordered: bool = False) -> OptimizerState | None:
     """The state of a format that records counts and settings in one place; ``None`` where it has no states.
+
+    Args:
+        source: The checkpoint.
+        ordered: Whether its groups have the weights in the order of their module.
 
     Raises:
         As ``states_in``, and FormatError where a weight has settings twice or not at all.
@@ -241,7 +271,7 @@ def recorded(source: Checkpoint) -> OptimizerState | None:
     ]
     settings = settings_by_weight(groups, weights, where) if groups else {}
     counts = {name: count for name, count in counts.items() if name in weights}
-    return OptimizerState(layout, weights, counts, settings)
+    return OptimizerState(layout, weights, counts, settings, grouped=True, ordered=ordered)
 
 
 def plain_settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -308,7 +338,8 @@ def groups_of(state: OptimizerState, names: Mapping[str, Sequence[str]], where: 
                 equation="none are recorded" if None in said else "its parts have different ones",
                 hint="convert a checkpoint that a run saved, or the weights alone with --weights-only",
             )
-        same = next((params for other, params in found if other == said[0]), None)
+        alike = operator.is_ if state.grouped else operator.eq
+        same = next((params for other, params in found if alike(other, said[0])), None)
         if same is None:
             found.append((said[0], [array]))
         else:

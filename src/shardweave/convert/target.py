@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState
-from shardweave.convert.states import owners, part_of, state_rule
-from shardweave.errors import GeometryError, UnknownNameError
+from shardweave.convert.states import owners, state_rule, trained_part
+from shardweave.errors import GeometryError
 from shardweave.layout import Buffer, BufferRule, Layout, Tensor
+from shardweave.layout.dtype import lossless
 from shardweave.store.manifest import Extent, Manifest, TensorSpec
 from shardweave.store.torch_dcp import Keys
 
@@ -45,12 +46,15 @@ class Zero:
         dp: Data-parallel ranks; a native checkpoint loads at this number only.
         tp: Tensor-parallel ranks of AutoTP.
         grain: ``tp_grain_size`` of the DeepSpeed config.
+        dtype: What the run computes in, at stage 3, where what is stored are masters; by default what the
+            source stores its weights in, or its config names.
     """
 
     stage: int = 1
     dp: int = 1
     tp: int = 1
     grain: int = 1
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +124,12 @@ def specs_of(layout: Layout, boxes: Callable[[str, Buffer], Iterator[Box]] | Non
 
 def with_dtypes(layout: Layout, source: Checkpoint, dtype: str | None) -> Layout:
     """Each buffer in the dtype that the source stores its tensors in, or weights in the one asked for."""
-    stored: dict[Tensor, str] = {
-        part.tensor: rule.dtype for rule in source.layout.rules for part in rule.parts
-    }
+    stored: dict[Tensor, str] = {}
+    for rule in source.layout.rules:
+        for part in rule.parts:
+            # Where only some weights of a family have a master, the others are stored as wide.
+            before = stored.get(part.tensor, rule.dtype)
+            stored[part.tensor] = before if lossless(rule.dtype, before) else rule.dtype
     weights = set(source.model.tensors) - source.model.own_dtype
     return replace(
         layout,
@@ -151,26 +158,8 @@ def state_rules(
     Raises:
         UnknownNameError: Weights that the target stores as one have different states.
     """
-    families = {tensor.name: tensor for tensor in state.layout.tensors}
     for rule in owners(weights):
-        has = {part.tensor: state.states_of(part.tensor.name) for part in rule.parts}
-        if len(set(has.values())) > 1:
-            (one, first), (other, second) = list(has.items())[:2]
-            raise UnknownNameError(
-                "weights that are stored as one have the same states",
-                where=f"{rule.name!r}",
-                equation=f"{', '.join(first)} of {one.name!r} != {', '.join(second)} of {other.name!r}",
-                hint="convert the weights alone with --weights-only",
-            )
-        if not next(iter(has.values())):
-            continue
-        # Families may be trained in part: the lower layers of a model are frozen.
-        trained = {
-            tensor: replace(tensor, index=families[f"optim/{tensor.name}/{found[0]}"].index)
-            for tensor, found in has.items()
-        }
-        kept = part_of(weights, rule, trained, where=rule.name)
-        for which in has[rule.parts[0].tensor]:
+        for kept, which in trained_part(weights, rule, state):
             yield state_rule(kept, which, name=name(rule.name, which))
 
 

@@ -7,12 +7,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from shardweave.convert.formats import dcp, hf, megatron, native
+from shardweave.convert.formats import dcp, deepspeed, hf, megatron, native, ranks
 from shardweave.convert.formats.format import Format
 from shardweave.errors import FormatError, GeometryError, MissingFileError
 
 FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
-    {form.name: form for form in (hf.FORMAT, megatron.FORMAT, dcp.FORMAT, native.FORMAT)}
+    {
+        form.name: form
+        for form in (
+            hf.FORMAT,
+            megatron.FORMAT,
+            deepspeed.FORMAT,
+            deepspeed.UNIVERSAL,
+            dcp.FORMAT,
+            native.FORMAT,
+            ranks.FORMAT,
+        )
+    }
 )
 """Every format by the name that commands use."""
 
@@ -39,9 +50,9 @@ def detect(root: Path) -> str:
     if native.FORMAT.recognise(root, names):
         found.append(native.FORMAT.name)
         names = {name for name in names if not native.is_part(name)}
-    found += [
-        form.name for form in FORMATS.values() if form is not native.FORMAT and form.recognise(root, names)
-    ]
+    # Files that are named by ranks are of safetensors as those of Hugging Face are.
+    spared = {native.FORMAT, *((hf.FORMAT,) if ranks.FORMAT.recognise(root, names) else ())}
+    found += [form.name for form in FORMATS.values() if form not in spared and form.recognise(root, names)]
     if len(found) != 1:
         held = ", ".join(sorted(names)[:6]) or "nothing"
         raise FormatError(

@@ -86,7 +86,7 @@ def _states(source: Checkpoint, settings: Settings | None) -> OptimizerState | N
     stored = stored_states(source)
     if not stored:
         return None
-    groups, keys = _groups(source)
+    groups, keys, grouped = _groups(source)
     untrained = None
     if groups:
         trained = {name for params, _ in groups for name in params}
@@ -98,7 +98,10 @@ def _states(source: Checkpoint, settings: Settings | None) -> OptimizerState | N
         weights,
         str(source.manifest.root),
     )
-    return OptimizerState(layout, weights, counts, said, frozenset({*keys, *more}))
+    # Groups have their weights in the order of the module; where each weight has settings, none is known.
+    return OptimizerState(
+        layout, weights, counts, said, frozenset({*keys, *more}), grouped=grouped, ordered=grouped
+    )
 
 
 def _counts(
@@ -133,8 +136,8 @@ def _counts(
     return counts, keys
 
 
-def _groups(source: Checkpoint) -> tuple[list[tuple[list[str], Mapping[str, Any]]], set[str]]:
-    """The arrays of each group with its settings, and the keys that these were read from."""
+def _groups(source: Checkpoint) -> tuple[list[tuple[list[str], Mapping[str, Any]]], set[str], bool]:
+    """The arrays of each group with its settings, the keys of these, and whether they are of groups."""
     manifest, where = source.manifest, str(source.manifest.root)
     names = {key: name for name, key in manifest.records["keys"].items()}
     groups: dict[str, dict[str, Any]] = {}
@@ -149,7 +152,8 @@ def _groups(source: Checkpoint) -> tuple[list[tuple[list[str], Mapping[str, Any]
             keys.add(names.get(key, key))
     held = {array for array, _ in members(source.layout)}
     found: list[tuple[list[str], Mapping[str, Any]]] = []
-    for group, said in groups.items():
+    grouped = all("params" in said for said in groups.values())
+    for group, said in sorted(groups.items(), key=lambda item: int(item[0])) if grouped else groups.items():
         params = said.get("params", [group])
         unknown = [name for name in params if name not in held]
         if unknown:
@@ -160,7 +164,7 @@ def _groups(source: Checkpoint) -> tuple[list[tuple[list[str], Mapping[str, Any]
                 hint=f"save the optimizer of the model that is saved beside it, or {HINT}",
             )
         found.append((list(params), plain_settings(said, where)))
-    return found, keys
+    return found, keys, grouped
 
 
 def _weights_of(source: Checkpoint, arrays: Collection[str]) -> list[str]:

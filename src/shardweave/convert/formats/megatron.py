@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState
-from shardweave.convert.formats import dcp
+from shardweave.convert.formats import dcp, megatron_state
 from shardweave.convert.formats.format import Format
-from shardweave.convert.target import Geometry, Target, Wanted, refuse_stacked, specs_of, with_dtypes
+from shardweave.convert.target import Box, Geometry, Target, Wanted, refuse_stacked, specs_of, with_dtypes
 from shardweave.dialects import megatron
 from shardweave.layout import Layout
 from shardweave.models import Model
-from shardweave.store import torch_dist, torch_dist_write, torch_save
+from shardweave.store import megatron_legacy, megatron_optimizer, torch_dist, torch_dist_write, torch_save
 from shardweave.store.manifest import Manifest, StoredTensor
 
 _EMPTY: Final = torch_save.stream([None])
@@ -23,10 +23,14 @@ _EMPTY: Final = torch_save.stream([None])
 
 
 def _recognise(root: Path, names: Collection[str]) -> bool:
-    return dcp.is_torch_dist(names) and dcp.is_megatron(names)
+    return (dcp.is_torch_dist(names) and dcp.is_megatron(names)) or any(
+        name.startswith("mp_rank_") for name in names
+    )
 
 
 def _read(root: Path) -> Manifest:
+    if megatron_legacy.is_legacy(root):
+        return megatron_legacy.read(root)
     return replace(torch_dist.read(root), format="megatron")
 
 
@@ -53,24 +57,47 @@ def _padded_vocab(stored: Mapping[str, StoredTensor]) -> int | None:
 
 def _target(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> Target:
     refuse_stacked("megatron", wanted)
-    weights, chunks, objects = _cut(source.model, wanted.geometry or Geometry())
-    held = with_dtypes(weights, source, wanted.dtype)
-    specs = specs_of(held, lambda key, _: ((one.offset, one.shape) for one in chunks.get(key, ())))
+    geometry = _decided(source.model, wanted.geometry or Geometry())
+    weights, chunks, objects = _cut(source.model, geometry)
+    rules, records = list(weights.rules), dict[str, Any]()
+    fixed = dict(objects)
+    if state is not None:
+        rules += megatron_state.rules_of(source, weights, state)
+        common, carried = megatron_state.common_of(
+            source, weights, state, expert_parallel=geometry.ep > 1, layer_keys=geometry.layer_keys
+        )
+        records["common"] = common
+        fixed |= carried
+    held = with_dtypes(replace(weights, rules=tuple(rules)), source, wanted.dtype)
+    specs = specs_of(held, lambda key, _: _boxes(chunks, key))
+    records["objects"] = dict(fixed)
+    if state is not None:
+        fixed["common"] = torch_save.stream(records["common"])
     return Target(
         "megatron",
         held,
         tuple(specs),
         wanted.max_file_bytes,
         allocate=partial(
-            torch_dist_write.allocate,
-            tensors=specs,
-            records={"objects": dict(objects)},
-            max_file_bytes=wanted.max_file_bytes,
+            torch_dist_write.allocate, tensors=specs, records=records, max_file_bytes=wanted.max_file_bytes
         ),
         finish=dcp.finish,
-        fixed=objects,
+        fixed=fixed,
         crc=True,
     )
+
+
+def _boxes(chunks: Mapping[str, tuple[megatron.Shard, ...]], key: str) -> Iterator[Box]:
+    """A state is cut as its weight is."""
+    weight = megatron_optimizer.weight_of(key) or key
+    yield from ((one.offset, one.shape) for one in chunks.get(weight, ()))
+
+
+def _decided(model: Model, geometry: Geometry) -> Geometry:
+    """The geometry with its keys of layers decided."""
+    if geometry.layer_keys != "auto":
+        return geometry
+    return replace(geometry, layer_keys="stacked" if megatron.layers_alike(model) else "per_layer")
 
 
 def _cut(
@@ -83,10 +110,7 @@ def _cut(
     padded = megatron.padded_vocab_size(vocab, tp=geometry.tp, divisor=geometry.vocab_divisor)
     # The ranks' own layout refuses a geometry that the model cannot be cut by.
     megatron.layout(model, mesh, pipeline=pipeline, vocab_divisor=geometry.vocab_divisor)
-    layer_keys = geometry.layer_keys
-    if layer_keys == "auto":
-        layer_keys = "stacked" if megatron.layers_alike(model) else "per_layer"
-    form: dict[str, Any] = {"spec": geometry.spec, "layer_keys": layer_keys}
+    form: dict[str, Any] = {"spec": geometry.spec, "layer_keys": geometry.layer_keys}
     return (
         megatron.checkpoint(model, padded_vocab=padded, **form),
         megatron.shards(model, mesh, pipeline=pipeline, padded_vocab=padded, **form),
@@ -96,11 +120,17 @@ def _cut(
 
 FORMAT = Format(
     name="megatron",
-    holds=f"{torch_dist.INDEX}, *.distcp and {torch_dist.CONFIG}, or {torch_dist.TRACKER} beside iter_*",
+    holds=f"{torch_dist.INDEX}, *.distcp and {torch_dist.CONFIG}, or {torch_dist.TRACKER} beside iter_*, or "
+    "mp_rank_*",
     recognise=_recognise,
     read=_read,
     layout=_layout,
     target=_target,
-    beside=("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine"),
+    beside=(*megatron_state.KEYS, "rng_state", "opt_param_scheduler", "rerun_state_machine"),
     config=_config,
+    named=megatron_state.named,
+    as_stored=megatron_state.as_stored,
+    states=megatron_state.states,
+    masters=lambda wanted: "always",
+    takes_states=True,
 )

@@ -38,7 +38,7 @@ from shardweave.convert.target import (
 )
 from shardweave.dialects import hf
 from shardweave.errors import FormatError, UnknownNameError
-from shardweave.store import native, native_files
+from shardweave.store import deepspeed, native, native_files
 from shardweave.store.manifest import Manifest, TensorSpec
 from shardweave.store.native_manifest import About
 from shardweave.store.read import Reader
@@ -47,10 +47,13 @@ COUNT: Final = "optim/all/step"
 """The key of the number of updates."""
 GROUPS: Final = "param_groups"
 """What the settings of an optimizer are called that a checkpoint was converted with."""
+_ORDERED: Final = "param_groups_ordered"
+"""Whether the weights of a group are in the order in which their module has them."""
 
 
 def _recognise(root: Path, names: Collection[str]) -> bool:
-    return native.is_native(root)
+    # A run of DeepSpeed has a file ``latest`` too.
+    return native.is_native(root) and not deepspeed.is_deepspeed(root)
 
 
 def is_part(name: str) -> bool:
@@ -77,11 +80,18 @@ def _states(source: Checkpoint, settings: Settings | None) -> OptimizerState | N
     layout, weights = states_in(source, stored)
     count = _count(source)
     said = _settings(source, weights, count or 0, settings)
-    if count is None:
-        return OptimizerState(layout, weights, {}, said, frozenset())
+    extras = source.manifest.records["about"].extras
     # A run counts once; torch counts for weights with moments.
     counted = [name for name, weight in weights.items() if weight.states != MUON]
-    return OptimizerState(layout, weights, dict.fromkeys(counted, count), said, frozenset({COUNT}))
+    return OptimizerState(
+        layout,
+        weights,
+        {name: count for name in counted if count is not None},
+        said,
+        frozenset({COUNT} if count is not None else ()),
+        grouped=GROUPS in extras,
+        ordered=extras.get(_ORDERED) is True,
+    )
 
 
 def _count(source: Checkpoint) -> int | None:
@@ -160,7 +170,7 @@ def _about(source: Checkpoint, state: OptimizerState) -> tuple[About, int | None
         return before, _count(source)
     count = count_of(state, state.weights, where)
     groups = groups_of(state, {name: [name] for name in state.settings}, where)
-    return About(step=count or 0, extras={GROUPS: groups}), count
+    return About(step=count or 0, extras={GROUPS: groups, _ORDERED: state.ordered}), count
 
 
 def _finish(

@@ -1,0 +1,406 @@
+"""What DeepSpeed's engine saves, at any ZeRO stage, and universal checkpoints.
+
+Native files are cut for one number of ranks, and flat: the engine that loads them takes ranges by their place
+and not by a name. So the order of weights has to be that of the module, which a source knows or transformers
+says. A universal checkpoint has a folder for each weight, and needs no order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from shardweave.convert.checkpoint import Checkpoint, OptimizerState, Settings
+from shardweave.convert.formats import ranks
+from shardweave.convert.formats.format import Format
+from shardweave.convert.masters import ROUNDED
+from shardweave.convert.module_order import in_order
+from shardweave.convert.states import count_of, groups_of, members, recorded
+from shardweave.convert.target import (
+    Facts,
+    Target,
+    Wanted,
+    Zero,
+    refuse_geometry,
+    specs_of,
+    state_rules,
+    with_dtypes,
+)
+from shardweave.dialects import affine_text, deepspeed, hf
+from shardweave.errors import DtypeError, GeometryError, UnknownNameError
+from shardweave.layout import BufferRule, Dim, Layout, Mesh, Part, Run, Sharded, Tensor
+from shardweave.layout.affine import AffineMap
+from shardweave.layout.affine_layout import layout_of, map_of
+from shardweave.models import Model
+from shardweave.models.plain import FAMILY as PLAIN
+from shardweave.store import deepspeed as native
+from shardweave.store import deepspeed_state, deepspeed_universal, deepspeed_write, universal_write
+from shardweave.store.deepspeed_state import INFO
+from shardweave.store.deepspeed_state import MODEL_STATES as MODEL
+from shardweave.store.manifest import Manifest, StoredTensor, TensorSpec
+from shardweave.store.optimizer import OptimizerRecord
+from shardweave.store.strict_json import some
+
+_PATTERNS: Final = {
+    "parameter_with_row_parallelism_patterns": 1,
+    "tp_replicated_parameter_patterns": None,
+}
+"""What patterns of names say of the dim that is cut."""
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def _home(manifest: Manifest) -> Path:
+    """Beside the folder of a save, where a run keeps what belongs to all of them; or in it."""
+    return manifest.root if (manifest.root / "config.json").is_file() else manifest.root.parent
+
+
+def _ranks(stored: Collection[str]) -> int:
+    return 1 + max((int(rank) for key in stored for _, at, rank in [key.rpartition("@")] if at), default=0)
+
+
+def _layout(
+    stored: Mapping[str, StoredTensor], model: Model, manifest: Manifest, given: Layout | None
+) -> Layout:
+    """Weights are whole at one tensor-parallel rank, else the checkpoint or the user says how."""
+    tp, where = _ranks(stored), str(manifest.root)
+    if given is not None:
+        return ranks.of_model(given, model, where)
+    if tp == 1:
+        return hf.variant(stored, model)
+    mesh = Mesh((("tp", tp),))
+    info = manifest.records.get(INFO) or {}
+    maps = affine_text.read(info["affine_map"], tp=tp) if info.get("affine_map") else {}
+    if not maps and not any(info.get(key) for key in _PATTERNS):
+        raise GeometryError(
+            "a checkpoint of several tensor-parallel ranks says how its weights are cut",
+            where=where,
+            equation=f"tp({tp}), and {INFO} has no affine map and no patterns",
+            hint="give the layout with --layout FILE, as shardweave probe writes it; a guess may be wrong",
+        )
+    if model.family == PLAIN:
+        return _of_maps(model, maps, mesh)
+    expected = deepspeed.layout(model, mesh)
+    _check_patterns(expected, info, maps, where)
+    return _with_maps(expected, model, maps)
+
+
+def _shapes(stored: Mapping[str, StoredTensor], manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights that no config describes: as they are, or as their maps say."""
+    tp = _ranks(stored)
+    if tp == 1:
+        return {key: tensor.shape for key, tensor in stored.items()}
+    info = manifest.records.get(INFO) or {}
+    maps = affine_text.read(info["affine_map"], tp=tp) if info.get("affine_map") else {}
+    lost = sorted({key.rpartition("@")[0] for key in stored} - set(maps))
+    if lost:
+        raise GeometryError(
+            "a checkpoint of several tensor-parallel ranks says how each of its weights is cut",
+            where=str(manifest.root),
+            equation=f"tp({tp}), and {INFO} has no map of {len(lost)}: {some(map(repr, lost))}",
+            hint="give the config of the model with --config, or the layout with --layout FILE",
+        )
+    return {name: found.shape for name, found in maps.items() if f"{name}@0" in stored}
+
+
+def _of_maps(model: Model, maps: Mapping[str, AffineMap], mesh: Mesh) -> Layout:
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    rules = [rule for name, one in tensors.items() for rule in layout_of(maps[name], one, mesh).rules]
+    return Layout("deepspeed", mesh, tuple(rules))
+
+
+def _with_maps(expected: Layout, model: Model, maps: Mapping[str, AffineMap]) -> Layout:
+    """The layout of AutoTP, but for weights whose maps say something else."""
+    rules: list[BufferRule] = []
+    for rule in expected.rules:
+        part = rule.parts[0]
+        named = [part.tensor.member(dict(numbers)) for numbers in _members(part.tensor)]
+        other = {name: maps[name] for name in named if name in maps}
+        if len(rule.parts) > 1 or not other:
+            rules.append(rule)
+            continue
+        alike = map_of(replace(expected, rules=(rule,)), part.tensor)
+        if all(found == alike for found in other.values()):
+            rules.append(rule)
+            continue
+        for numbers in _members(part.tensor):
+            # One rule a member: what differs between layers has to be said of each.
+            name = part.tensor.member(dict(numbers))
+            if name not in maps:
+                raise UnknownNameError(
+                    "weights of a family are all cut as maps say, or none is",
+                    where=f"weight {name!r}",
+                    equation="it has no map, others of its family have one",
+                    hint="give the layout with --layout FILE",
+                )
+            rules += _of_member(maps[name], part, numbers, expected.mesh)
+    return replace(expected, rules=tuple(rules))
+
+
+def _of_member(found: AffineMap, part: Part, numbers: Mapping[str, int], mesh: Mesh) -> Iterator[BufferRule]:
+    """The buffers of one member of a family, whose map is its own."""
+    index = tuple((name, Dim((Run("", numbers[name], 1),))) for name, _ in part.tensor.index)
+    for rule in layout_of(found, replace(part.tensor, index=index), mesh).rules:
+        yield replace(rule, parts=tuple(replace(one, tensor=part.tensor) for one in rule.parts))
+
+
+def _members(tensor: Tensor) -> Iterator[Mapping[str, int]]:
+    names = [name for name, _ in tensor.index]
+    for turn in itertools.product(*([n for _, n in dim] for _, dim in tensor.index)):
+        yield dict(zip(names, turn, strict=True))
+
+
+def _check_patterns(expected: Layout, info: Mapping[str, Any], maps: Collection[str], where: str) -> None:
+    """Compare which dim of a weight is cut with what the checkpoint's patterns say, where they say it."""
+    said = {key: [re.compile(text) for text in info.get(key) or ()] for key in _PATTERNS}
+    for rule in expected.rules:
+        cut = [d - len(rule.index) for d, dim in enumerate(rule.dims) if isinstance(dim, Sharded)]
+        tensor = rule.parts[0].tensor
+        for numbers in _members(tensor):
+            name = tensor.member(numbers)
+            told = [key for key, patterns in said.items() if any(one.match(name) for one in patterns)]
+            if not told or name in maps:
+                continue
+            wanted = [dim for key in told for dim in [_PATTERNS[key]] if dim is not None]
+            if wanted != cut:
+                raise GeometryError(
+                    "what a checkpoint says of a weight is how AutoTP cuts it",
+                    where=f"{where}, weight {name!r}",
+                    equation=f"{', '.join(told)}, and AutoTP cuts dims({', '.join(map(str, cut)) or 'none'})",
+                    hint="give the layout that was trained with, with --layout FILE",
+                )
+
+
+def _states(source: Checkpoint, settings: Settings | None) -> OptimizerState | None:
+    return recorded(source, ordered=True)
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def _target_native(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> Target:
+    refuse_geometry("deepspeed", wanted)
+    zero = wanted.zero or Zero()
+    weights = _weights(source.model, zero, wanted, str(source.manifest.root))
+    held = with_dtypes(_with_states(weights, state), source, wanted.dtype)
+    described = _described(source, weights, state, tp=zero.tp)
+    run = deepspeed_write.Zero(
+        stage=zero.stage, dp=zero.dp, tp=zero.tp, dtype=_run_dtype(source, state, held, zero)
+    )
+    return _made("deepspeed", source, weights, held, state, wanted, described, deepspeed_write, zero=run)
+
+
+def _target_universal(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> Target:
+    refuse_geometry("universal", wanted)
+    zero = wanted.zero or Zero()
+    if zero.tp > 1 or zero.dp > 1:
+        raise GeometryError(
+            "a universal checkpoint stores whole tensors",
+            equation=f"to=universal with dp({zero.dp}), tp({zero.tp})",
+            hint="leave out --dp and --tp: it is loaded at any number of ranks",
+        )
+    weights = _weights(source.model, Zero(), wanted, str(source.manifest.root))
+    # What is trained is stored in full precision, whatever the run computes in.
+    trained = _trained(weights, state)
+    held = with_dtypes(_with_states(weights, state), source, None)
+    wide = {rule.name for rule in weights.rules if trained & set(_keys(weights, rule))}
+    held = replace(
+        held,
+        rules=tuple(replace(rule, dtype="float32") if rule.name in wide else rule for rule in held.rules),
+    )
+    described = _described(source, weights, state, tp=1)
+    return _made("universal", source, weights, held, state, wanted, described, universal_write)
+
+
+def _weights(model: Model, zero: Zero, wanted: Wanted, where: str) -> Layout:
+    """The weights as the modules of the ranks hold them; a tied one once."""
+    if wanted.layout is not None:
+        if wanted.layout.mesh.size != zero.tp:
+            raise GeometryError(
+                "a layout is of the tensor-parallel ranks that are written",
+                where=where,
+                equation=f"ranks of {wanted.layout.name}({wanted.layout.mesh.size}) != tp({zero.tp})",
+                hint="probe the function with this number of ranks",
+            )
+        return ranks.of_model(wanted.layout, model, where)
+    if zero.tp == 1:
+        return hf.layout(model, stacked_experts=not model.scaled)
+    return deepspeed.layout(model, Mesh((("tp", zero.tp),)), grain=zero.grain)
+
+
+def _with_states(weights: Layout, state: OptimizerState | None) -> Layout:
+    more = state_rules(weights, state) if state is not None else ()
+    return replace(weights, rules=(*weights.rules, *more))
+
+
+def _trained(weights: Layout, state: OptimizerState | None) -> set[str]:
+    """The keys of arrays that are trained; all where nothing is known of an optimizer."""
+    return {
+        key
+        for key, held in members(weights)
+        if state is None or any(name in state.weights for name, _ in held)
+    }
+
+
+def _keys(layout: Layout, rule: BufferRule) -> list[str]:
+    return list(replace(layout, rules=(rule,)).stored())
+
+
+def _described(
+    source: Checkpoint, weights: Layout, state: OptimizerState | None, *, tp: int
+) -> dict[str, Any]:
+    """What the files say beside the arrays."""
+    where = str(source.manifest.root)
+    found = deepspeed_state.of_source(source.manifest.records, tp=tp)
+    found.pop("parts", None)  # how whole weights were put together is of the ranks that there were
+    arrays = {key.partition("@")[0]: [name for name, _ in held] for key, held in members(weights)}
+    found["shared"] = {
+        alias: name for alias, name in source.model.aliases.items() if name in arrays
+    } or found.get("shared", {})
+    if state is None:
+        return {key: value for key, value in found.items() if key in ("shared", "buffers", MODEL, INFO)}
+    trained = {key: held for key, held in arrays.items() if any(name in state.weights for name in held)}
+    order = in_order(trained, state, source.config, where)
+    counts = {key: count_of(state, trained[key], where) for key in order}
+    found["optimizer"] = OptimizerRecord(
+        {key: count for key, count in counts.items() if count is not None},
+        tuple(groups_of(state, {key: trained[key] for key in order}, where)),
+    )
+    untrained = [key for key in arrays if key not in trained]
+    found["untrained"] = frozenset(untrained)
+    whole_numbers = {
+        key.partition("@")[0] for key, (buffer, _) in weights.stored().items() if "int" in buffer.dtype
+    }
+    known = set(found.get("buffers", ()))
+    found["buffers"] = tuple(key for key in untrained if key in known | whole_numbers)
+    if tp > 1 and INFO not in found:
+        maps = {
+            tensor.member(numbers): map_of(weights, tensor)
+            for tensor in weights.tensors
+            for numbers in _members(tensor)
+        }
+        found[INFO] = {"universal_checkpoint_version": 0.4, "affine_map": affine_text.write(maps)}
+    return found
+
+
+def _run_dtype(source: Checkpoint, state: OptimizerState | None, held: Layout, zero: Zero) -> str:
+    """What the run computes in."""
+    if zero.stage < 3:
+        trained = _trained(replace(held, rules=tuple(r for r in held.rules if not _is_state(r))), state)
+        found = {buffer.dtype for key, (buffer, _) in held.stored().items() if key in trained}
+        if len(found) != 1:
+            raise DtypeError(
+                "all weights of a run have one dtype",
+                where=str(source.manifest.root),
+                equation=f"dtypes({', '.join(sorted(found))})",
+                hint="give one with --dtype; masters keep what weights are rounded from",
+            )
+        return next(iter(found))
+    rounded = {source.manifest.tensors[key].dtype for key, why in source.left_out.items() if why == ROUNDED}
+    said = source.config.get("dtype") or source.config.get("torch_dtype")
+    before = _config_dtype(source.manifest.records)
+    dtype = zero.dtype or before or (next(iter(rounded)) if len(rounded) == 1 else None) or said
+    if dtype is None:
+        raise GeometryError(
+            "files of ZeRO-3 are named after what the run computes in",
+            where=str(source.manifest.root),
+            equation="neither the source nor its config says it",
+            hint="give it with --dtype bfloat16; what is stored stays as it is",
+        )
+    return str(dtype)
+
+
+def _config_dtype(records: Mapping[str, Any]) -> str | None:
+    """What the configuration of the DeepSpeed run says that saved the source."""
+    own = records.get("deepspeed") or records.get("universal") or {}
+    for said in (own.get(MODEL) or {}).values():
+        config = said.get("ds_config") if isinstance(said, Mapping) else None
+        if isinstance(config, Mapping):
+            for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+                if isinstance(config.get(key), Mapping) and config[key].get("enabled"):
+                    return dtype
+            return "float32"
+    return None
+
+
+def _is_state(rule: BufferRule) -> bool:
+    return rule.parts[0].tensor.name.startswith("optim/")
+
+
+def _made(
+    name: str,
+    source: Checkpoint,
+    weights: Layout,
+    held: Layout,
+    state: OptimizerState | None,
+    wanted: Wanted,
+    described: Mapping[str, Any],
+    store: Any,
+    **more: Any,
+) -> Target:
+    place = {key: i for i, key in enumerate(_flat_order(described))}
+    specs = sorted(specs_of(held), key=partial(_place, place))
+    return Target(
+        name,
+        held,
+        tuple(specs),
+        wanted.max_file_bytes,
+        allocate=partial(store.allocate, tensors=specs, records=described, **more),
+        finish=partial(_finish, store=store),
+        fixed={"records": json.dumps([described, more], default=str, sort_keys=True).encode()},
+        crc=True,
+    )
+
+
+def _flat_order(described: Mapping[str, Any]) -> list[str]:
+    record: OptimizerRecord | None = described.get("optimizer")
+    return [key for group in (record.groups if record else ()) for key in group["params"]]
+
+
+def _place(place: Mapping[str, int], spec: TensorSpec) -> tuple[int, int]:
+    """Weights and states in the order of groups, the ranks of one in theirs."""
+    key, _, rank = spec.key.partition("@")
+    name = key.removeprefix("optim/").rpartition("/")[0] if key.startswith("optim/") else key
+    return place.get(name, len(place)), int(rank or 0)
+
+
+def _finish(manifest: Manifest, facts: Facts, *, config: Mapping[str, Any], fsync: bool, store: Any) -> None:
+    checksums = {extent: int(one["crc32"]) for extent, one in facts.items() if "crc32" in one}
+    store.finish(manifest, checksums, fsync=fsync)
+
+
+FORMAT = Format(
+    name="deepspeed",
+    holds="latest and the folder that it names, or *mp_rank_*_model_states.pt",
+    recognise=lambda root, names: native.is_deepspeed(root),
+    read=native.read,
+    layout=_layout,
+    shapes=_shapes,
+    target=_target_native,
+    beside=("optim/",),
+    states=_states,
+    takes_states=True,
+    takes_layout=True,
+    masters=lambda wanted: "only" if (wanted.zero or Zero()).stage == 3 else "always",
+    home=_home,
+)
+
+UNIVERSAL = Format(
+    name="universal",
+    holds="latest_universal and the folder that it names, or zero/*/fp32.pt",
+    recognise=lambda root, names: deepspeed_universal.is_universal(root),
+    read=deepspeed_universal.read,
+    layout=_layout,
+    target=_target_universal,
+    beside=("optim/",),
+    states=_states,
+    takes_states=True,
+    home=_home,
+)
