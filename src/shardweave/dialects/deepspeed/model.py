@@ -93,8 +93,7 @@ def layout(
         grain: ``tp_grain_size``: what feed-forwards and heads are dealt out in. DeepSpeed's own default is 1
             for training and 64 for inference.
         num_kv_heads: The count that DeepSpeed reads from the config, where it is not the attention's: the
-            config of GPTBigCode did not always have one, and DeepSpeed then takes that of the heads; Falcon's
-            with ``multi_query`` mostly states that of the heads.
+            config of GPTBigCode did not always have one, and DeepSpeed then takes that of the heads.
         vocab_parallel: ``vocab_parallel_lm_head`` of a training. Not said, a head that is the embedding is
             cut with it by rows of the vocabulary where the model has a plan.
         axis: The mesh axis that cuts.
@@ -153,7 +152,7 @@ def _cuts(
     """The cut of every parameter that has one, by its name."""
     for block in model.blocks:
         of = _known_of(model, block, tp, grain, num_kv_heads)
-        for tensor, cut in _of_block(model, block, num_kv_heads):
+        for tensor, cut in _of_block(model, block):
             name = tensor.name if cut.layout in ("column", "row") else ""
             yield tensor.name, (cut, replace(of, name=name))
     (embedding,) = model.of("embedding")
@@ -174,7 +173,7 @@ def _known_of(model: Model, block: Block, tp: int, grain: int, num_kv_heads: int
     )
 
 
-def _of_block(model: Model, block: Block, num_kv_heads: int | None) -> Iterator[tuple[Tensor, _Cut]]:
+def _of_block(model: Model, block: Block) -> Iterator[tuple[Tensor, _Cut]]:
     def columns(*roles: str, layout: str = "column") -> Iterator[tuple[Tensor, _Cut]]:
         """Cut along what comes out, the bias with the weight."""
         for role in (*roles, *(f"{role}_bias" for role in roles)):
@@ -190,7 +189,7 @@ def _of_block(model: Model, block: Block, num_kv_heads: int | None) -> Iterator[
             yield from columns("q", "k", "v")
             yield from row("o")
         case "fused_attention":
-            yield from columns(fused_role(block), layout=_fused(model, block, num_kv_heads))
+            yield from columns(fused_role(block), layout=_fused(model, block))
             yield from row("o")
         case "filtered_attention":
             yield from columns("q", "k")
@@ -216,7 +215,7 @@ def _of_block(model: Model, block: Block, num_kv_heads: int | None) -> Iterator[
             )
 
 
-def _fused(model: Model, block: Block, num_kv_heads: int | None) -> str:
+def _fused(model: Model, block: Block) -> str:
     """The layout of a fused weight by the class of its block, if its rows lie as the layout takes them."""
     found = layout_of(_BLOCK_CLASSES[model.family])
     where = f"model of {model.family}, {block.tensors[fused_role(block)].name}"
@@ -232,12 +231,12 @@ def _fused(model: Model, block: Block, num_kv_heads: int | None) -> str:
             hint="use no tensor parallelism for it: DeepSpeed goes by the class of a layer alone, and ranks "
             "would read rows of Q as rows of K",
         )
-    if model.family == "falcon" and kv_heads == 1 < heads and num_kv_heads is None:
+    if model.family == "falcon" and kv_heads == 1 < heads:
         raise GeometryError(
-            "the count of KV heads that DeepSpeed reads from the config is known",
+            "a fused weight that is cut in one stretch has whole heads in every part",
             where=where,
-            equation=f"num_kv_heads(None), and one K and V for num_heads({heads})",
-            hint="give num_kv_heads as the config states it; a count other than 1 cuts inside of heads",
+            equation=f"one K and V for num_heads({heads}), and DeepSpeed deals out the config's num_kv_heads",
+            hint="use no tensor parallelism for it: parts begin inside of heads, and K and V are on one rank",
         )
     return found
 
