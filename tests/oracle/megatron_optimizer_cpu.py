@@ -1,15 +1,16 @@
 """megatron-core's optimizers on CPU processes: steps, checkpoints, and what each rank holds of the state.
 
-Run as a script, once a rank, by ``rank_processes.run`` with ``megatron_adam`` preloaded. A case builds a model of
-``megatron_cpu.MODELS`` with bf16 weights, loads ``checkpoint`` where there is one, trains ``steps`` steps, saves to
-``save`` where that is given, and trains ``more`` steps. Every rank writes ``OUT/<name>.<rank>.safetensors``, its
-weights and flat shards of master and moments before the last of these, and ``OUT/<name>.<rank>.json``: losses,
-and of which stretch of its weight each shard is.
+Run as a script, once a rank, by ``rank_processes.run`` with ``megatron_adam`` preloaded. A case builds a
+model of ``megatron_cpu.MODELS`` with bf16 weights, loads ``checkpoint`` where there is one, makes ``pushed``
+steps with made gradients or trains ``steps``, saves to ``save`` where that is given, and trains ``more``.
+Every rank writes ``OUT/<name>.<rank>.safetensors``, its weights and flat shards of master and moments before
+the last of these, and ``OUT/<name>.<rank>.json``: losses, and of which stretch of its weight a shard is.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,11 @@ def built(case: dict[str, Any]) -> tuple[Any, Any]:
         etp = 1
     form = {"vocab": vocab, "tp": case["tp"], "pp": case.get("pp", 1), "ep": case.get("ep", 1), "etp": etp}
     model = model_of(sizes, **form, tied=case.get("tied", False))
-    generator = torch.Generator().manual_seed(5)
+    if case.get("one_dtype"):
+        model.bfloat16()  # the norms of the local spec are fp32 otherwise
     with torch.no_grad():
-        for parameter in model.parameters():
-            values = torch.randn(parameter.shape, generator=generator) * 0.05
+        for name, parameter in model.named_parameters():
+            values = seeded(name, parameter, 5) * 0.05
             parameter.copy_(values + 1 if parameter.dim() == 1 else values)
     distributed = case.get("distributed", True)
     wrapped = DistributedDataParallel(
@@ -93,6 +95,34 @@ def built(case: dict[str, Any]) -> tuple[Any, Any]:
         [wrapped],
     )  # fmt: skip
     return wrapped, optimizer
+
+
+def is_cut(name: str, parameter: Any) -> bool:
+    """Whether tensor-parallel ranks cut it; experts say so too, and are whole here."""
+    return getattr(parameter, "tensor_model_parallel", False) and "local_experts" not in name
+
+
+def seeded(name: str, parameter: Any, number: int) -> Any:
+    """Values that are those of no other parameter, and of all ranks that hold the same one."""
+    import torch
+    from megatron.core import parallel_state
+
+    place: list[Any] = [number, name, parallel_state.get_pipeline_model_parallel_rank()]
+    if getattr(parameter, "shared_embedding", False):
+        place = [number]
+    if is_cut(name, parameter):
+        place.append(parallel_state.get_tensor_model_parallel_rank())
+    if "local_experts" in name:
+        place.append(parallel_state.get_expert_model_parallel_rank())
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(place).encode()))
+    return torch.randn(parameter.shape, generator=generator)
+
+
+def push(wrapped: Any, optimizer: Any, number: int) -> None:
+    """A step with made gradients, for jobs whose forward pass would need a pipeline."""
+    for name, parameter in wrapped.module.named_parameters():
+        parameter.main_grad.copy_(seeded(name, parameter, number))
+    optimizer.step()
 
 
 def step(case: dict[str, Any], wrapped: Any, optimizer: Any, number: int) -> float:
@@ -126,8 +156,8 @@ def held(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, parameter in model.named_parameters():
         tensors[f"weight.{name}"] = parameter.detach().clone().contiguous()
         dim, stride = getattr(parameter, "partition_dim", -1), getattr(parameter, "partition_stride", 1)
-        split = getattr(parameter, "tensor_model_parallel", False)
-        ranges[name] = {"shape": list(parameter.shape), "cut": [dim, stride] if split else None}
+        cut = [dim, stride] if is_cut(name, parameter) else None
+        ranges[name] = {"shape": list(parameter.shape), "cut": cut}
     for one in optimizer.chained_optimizers:
         if hasattr(one, "model_float16_groups"):
             pairs = [
@@ -153,6 +183,57 @@ def held(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                 for state in ("exp_avg", "exp_avg_sq"):
                     tensors[f"{state}.{name}"] = one.optimizer.state[main][state].clone().reshape(-1)
     return tensors, ranges
+
+
+def save_older(case: dict[str, Any], model: Any, optimizer: Any) -> None:
+    """A folder for each rank of the model, as Megatron-LM's training script saves them."""
+    import argparse
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core import parallel_state
+
+    tp, pp, ep = case["tp"], case.get("pp", 1), case.get("ep", 1)
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if pp > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if ep > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+    folder = Path(case["save"]) / name
+    if parallel_state.get_expert_data_parallel_rank() == 0:
+        folder.mkdir()
+        rng = [
+            {
+                "random_rng_state": random.getstate(),
+                "np_rng_state": np.random.get_state(),
+                "torch_rng_state": torch.get_rng_state(),
+                "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
+            }
+        ]
+        args = argparse.Namespace(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
+            data_parallel_size=4 // tp // pp,
+            overlap_grad_reduce="bucket_size" in case,
+            ddp_bucket_size=case.get("bucket_size"),
+            params_dtype=torch.bfloat16,
+        )
+        whole = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": 2,
+            "model": model.state_dict_for_save_checkpoint(),
+            "optimizer": optimizer.state_dict(),
+            "opt_param_scheduler": {"max_lr": 3e-3, "num_steps": 8},
+            "rng_state": rng,
+        }
+        torch.save(whole, folder / "model_optim_rng.pt")
+    if case.get("distributed", True):
+        torch.distributed.barrier()
+        optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
+    torch.distributed.barrier()
 
 
 def play(case: dict[str, Any], out: Path, rank: int) -> None:
@@ -182,6 +263,8 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
             model.load_state_dict(state["model"], strict=False)
             optimizer.load_state_dict(state["optimizer"])
             at = case["at"]
+        for number in range(case.get("pushed", 0)):
+            push(wrapped, optimizer, 10 + number)
         report["losses"] = [step(case, wrapped, optimizer, at + n) for n in range(case.get("steps", 0))]
         tensors, report["ranges"] = held(model, optimizer)
         save_file(tensors, out / f"{case['name']}.{rank}.safetensors")
@@ -189,6 +272,9 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
             if not rank:
                 Path(case["save"]).mkdir()
             dist.barrier()
+        if case.get("older"):
+            save_older(case, model, optimizer)
+        elif "save" in case:
             whole = {
                 "model": model.sharded_state_dict(metadata=metadata),
                 "optimizer": optimizer.sharded_state_dict(

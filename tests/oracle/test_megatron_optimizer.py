@@ -14,6 +14,9 @@ import torch
 from rank_processes import run
 from safetensors.torch import load_file
 
+from shardweave.convert import open_checkpoint
+from shardweave.convert.convert import states
+from shardweave.errors import ReplicaError
 from shardweave.store import megatron_optimizer, torch_dist
 from shardweave.store.manifest import Manifest, TensorSpec
 from shardweave.store.megatron_groups import common_of
@@ -75,19 +78,53 @@ def whole(folder: Path, name: str, ranks: int) -> dict[str, np.ndarray]:
     return out
 
 
-def stored(view: Manifest, kind: str, module_name: str, reader: Reader, *, spread: int = 0) -> np.ndarray:
-    """What a view has of a parameter of a module of the local spec, found by its stacked key."""
-    key, at = module_name, []
-    for pattern, stacked in (r"\.layers\.(\d+)\.", ".layers."), (r"\.local_experts\.(\d+)\.", ".experts."):
+def stored(
+    view: Manifest, kind: str, name: str, reader: Reader, *, layers: int = 0, experts: int = 0
+) -> np.ndarray:
+    """What a view has of a parameter of a module of the local spec, found by its stacked key.
+
+    ``layers`` and ``experts`` come before those of the module.
+    """
+    key, at = name, []
+    for pattern, stacked, first in (
+        (r"\.layers\.(\d+)\.", ".layers.", layers),
+        (r"\.local_experts\.(\d+)\.", ".experts.", experts),
+    ):
         if match := re.search(pattern, key):
-            at.append(int(match[1]))
+            at.append(int(match[1]) + first)
             key = key.replace(match[0], stacked)
     key = key.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
-    key = key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
-    if len(at) == 2:
-        at[1] += spread
-    name = key if kind == "weight" else f"optim/{key}/{kind}"
-    return np.asarray(reader.load(name)[tuple(at)])
+    if key not in view.tensors:
+        key = key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    if key not in view.tensors:
+        key = "embedding.word_embeddings.weight"  # the tied output of the last stage
+    found = np.asarray(reader.load(key if kind == "weight" else f"optim/{key}/{kind}")[tuple(at)])
+    return found.view("<u2") if found.dtype.itemsize == 2 else found
+
+
+def check_ranks(folder: Path, name: str, ranks: int, view: Manifest, *, degrees: tuple[int, int, int]) -> int:
+    """Compare what every rank held with its part of what a view has; returns how many shards that were."""
+    tp, pp, ep = degrees
+    num = 0
+    with Reader(view) as reader:
+        for rank in range(ranks):
+            about = report(folder, name, rank)
+            for key, value in on_rank(folder, name, rank).items():
+                kind, _, weight = key.partition(".")
+                at = about["ranges"][weight]
+                first = {"layers": about["pp"] * 4 // pp, "experts": about["ep"] * 4 // ep}
+                full = stored(view, kind, weight, reader, **first)
+                if at["cut"] is not None:
+                    dim, stride = at["cut"]
+                    cuts = [np.split(part, tp, dim)[about["tp"]] for part in np.split(full, stride, dim)]
+                    full = np.concatenate(cuts, dim)
+                if kind == "weight":
+                    assert full.tobytes() == value.tobytes(), (rank, key)
+                else:
+                    flat = full.reshape(-1)[at["start"] : at["stop"]]
+                    assert flat.tobytes() == value.tobytes(), (rank, key)
+                num += 1
+    return num
 
 
 def rewritten(source: Path, target: Path, *, expert_parallel: bool = False) -> None:
@@ -153,8 +190,6 @@ def gone_on(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {**BEGUN, "name": "uninterrupted"},
         {**loaded, "name": "dp4", "tp": 1},
         {**loaded, "name": "tp2", "tp": 2},
-        {"kind": "moe", "name": "ep2", "tp": 1, "ep": 2, "steps": 2, "sharding": "fully_reshardable",
-         "save": str(folder / "moe")},
     ]  # fmt: skip
     run(SCRIPT, cases, folder, world_size=4, limit_s=200, preload="megatron_adam")
     return folder
@@ -190,3 +225,83 @@ class TestFullyReshardable:
 
     def test_what_all_ranks_share_comes_back(self, gone_on: Path) -> None:
         assert set(report(gone_on, "dp4", 0)["beside"]) >= {"iteration", "opt_param_scheduler"}
+
+
+# --- what jobs of other degrees save --------------------------------------------------------------
+
+GQA = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 192, "hidden_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 96, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+MOE = GQA | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 160, "hidden_size": 48,
+    "num_attention_heads": 4, "head_dim": 12, "intermediate_size": 40, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}  # fmt: skip
+JOBS: dict[str, dict[str, Any]] = {
+    "tp2, several buckets": {"kind": "gqa", "tp": 2, "bucket_size": 9000},
+    "tp2 pp2, tied": {"kind": "gqa", "tp": 2, "pp": 2, "tied": True},
+    "ep2": {"kind": "moe", "tp": 1, "ep": 2},
+    "tp2 ep2, several buckets": {"kind": "moe", "tp": 2, "ep": 2, "bucket_size": 5000},
+    "ep2, whole": {"kind": "moe", "tp": 1, "ep": 2, "sharding": "fully_reshardable"},
+    "several buckets, whole": {
+        "kind": "moe", "tp": 1, "ep": 2, "bucket_size": 5000, "sharding": "fully_reshardable",
+    },
+    "older, tp2": {"kind": "gqa", "tp": 2, "older": True},
+    "older, tp2 pp2, tied, several buckets": {
+        "kind": "gqa", "tp": 2, "pp": 2, "tied": True, "older": True, "bucket_size": 9000,
+    },
+    "older, ep2": {"kind": "moe", "tp": 1, "ep": 2, "older": True},
+    "older, pp2, not distributed": {"kind": "gqa", "tp": 2, "pp": 2, "older": True, "distributed": False},
+    "older, ep2, not distributed": {"kind": "moe", "tp": 1, "ep": 2, "older": True, "distributed": False},
+    "tp2, one dtype": {"kind": "gqa", "tp": 2, "one_dtype": True},
+    "tp2, one dtype, not distributed": {"kind": "gqa", "tp": 2, "one_dtype": True, "distributed": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks hold and save after two steps, for every job."""
+    folder = tmp_path_factory.mktemp("saved")
+    cases = [
+        {
+            "sharding": "dp_reshardable" if job.get("distributed", True) else None,
+            **job,
+            "name": name,
+            "pushed": 2,
+            "save": str(folder / name),
+        }
+        for name, job in JOBS.items()
+    ]
+    run(SCRIPT, cases, folder, world_size=4, limit_s=240, preload="megatron_adam")
+    return folder
+
+
+def config_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that describes the model of a job."""
+    return (MOE if job["kind"] == "moe" else GQA) | {"tie_word_embeddings": job.get("tied", False)}
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "several buckets, whole"])
+def test_what_a_job_saves_is_read(saved: Path, name: str) -> None:
+    job = JOBS[name]
+    source = open_checkpoint(saved / name, config=config_of(job))
+    state = states(source)
+    assert state is not None and set(state.counts.values()) == {2} and len(state.counts) == len(state.weights)
+    degrees = job["tp"], job.get("pp", 1), job.get("ep", 1)
+    shards = check_ranks(saved, name, 4, source.manifest, degrees=degrees)
+    assert shards > 4 * 60
+    decays = {name: said["wd_mult"] for name, said in state.settings.items()}
+    assert all((decay == 0.0) is ("norm" in name) for name, decay in decays.items())
+
+
+def test_shifted_states_of_megatron_are_refused(saved: Path) -> None:
+    """megatron-core 0.16.1 itself saves whole states at wrong places where padding is between buckets."""
+    source = open_checkpoint(saved / "several buckets, whole", config=MOE)
+    with pytest.raises(ReplicaError, match="a master rounds to its weight"):
+        states(source)
+    with pytest.raises(AssertionError):
+        check_ranks(saved, "several buckets, whole", 4, source.manifest, degrees=(1, 1, 2))

@@ -143,37 +143,55 @@ def buckets(manifest: Manifest) -> list[Bucket]:
     return made
 
 
-def assembled(manifest: Manifest, held: Sequence[tuple[Bucket, Sequence[Held]]]) -> dict[str, StoredTensor]:
+def assembled(
+    manifest: Manifest,
+    held: Sequence[tuple[Bucket, Sequence[Held]]],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    borders: bool = True,
+) -> dict[str, StoredTensor]:
     """The states ``optim/{array}/{state}`` of whole weights, as boxes of the files.
 
     Args:
         manifest: The folder.
-        held: Every bucket, and which parameters lie where in it.
+        held: Every bucket, and which parameters lie where in it. A state without a name is the weight itself,
+            under the name of its array.
+        shapes: The whole shape of each array.
+        borders: Whether no stored chunk reaches from one parameter into another.
 
     Raises:
         IndexMismatchError: A stored chunk crosses the border of a parameter.
         ReplicaError: Copies of a parameter differ.
         GapError, OverlapError: The states do not tile a weight.
     """
-    extents: dict[str, list[Extent]] = {}
-    dtypes: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    extents: dict[tuple[str, str, str], list[Extent]] = {}
     for bucket, parameters in held:
         for state, tensor in bucket.states.items():
-            _prove_borders(manifest, bucket, tensor, parameters)
+            if borders:
+                _prove_borders(manifest, bucket, tensor, parameters)
             for one in parameters:
                 if one.replica:
                     continue
                 for array, extent in _extents(tensor, one):
-                    name = f"optim/{array}/{state}"
-                    extents.setdefault(name, []).append(extent)
-                    dtypes[name], shapes[name] = tensor.dtype, manifest.tensors[array].shape
+                    extents.setdefault((array, state, tensor.dtype), []).append(extent)
     made = {
-        name: StoredTensor(name, dtypes[name], shapes[name], tuple(boxes)) for name, boxes in extents.items()
+        name: StoredTensor(name, dtype, shapes[array], tuple(boxes))
+        for (array, state, dtype), boxes in extents.items()
+        for name in [_name(array, state)]
     }
     prove_tiling(made.values(), root=manifest.root)
-    _prove_replicas(replace(manifest, tensors={**manifest.tensors, **made}), held)
+    buckets_of = {_flat(one.key): one for bucket, _ in held for one in bucket.states.values()}
+    _prove_replicas(replace(manifest, tensors={**made, **buckets_of}), held)
     return made
+
+
+def _name(array: str, state: str) -> str:
+    return f"optim/{array}/{state}" if state else array
+
+
+def _flat(key: str) -> str:
+    """A name for a bucket beside the arrays that are made of it, which may have the same key."""
+    return f"flat/{key}"
 
 
 def _prove_borders(
@@ -239,16 +257,16 @@ def _prove_replicas(manifest: Manifest, held: Sequence[tuple[Bucket, Sequence[He
                 if not one.replica:
                     continue
                 for state, tensor in bucket.states.items():
-                    mine = reader.load_box(tensor.key, (one.start,), (math.prod(one.shape),))
+                    mine = reader.load_box(_flat(tensor.key), (one.start,), (math.prod(one.shape),))
                     mine = mine.reshape(one.shape)
                     for array, box, at in one.parts:
-                        theirs = reader.load_box(f"optim/{array}/{state}", box.offset, box.shape)
+                        theirs = reader.load_box(_name(array, state), box.offset, box.shape)
                         here = np.ascontiguousarray(mine[tuple(slice(d.start, d.stop) for d in at.dims)])
                         if here.tobytes() != theirs.tobytes():
                             raise ReplicaError(
-                                "ranks that hold the same parameter have the same state of it",
+                                "ranks that hold the same parameter have the same values of it",
                                 where=f"{manifest.root}, {bucket}",
-                                equation=f"{state} of {one.name!r} differs from that of {array!r} elsewhere",
+                                equation=f"{state or 'values'} of {one.name!r} differ from those elsewhere",
                                 hint="the ranks of the run drifted apart, or files of two saves were mixed",
                             )
 

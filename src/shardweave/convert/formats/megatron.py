@@ -23,9 +23,7 @@ _EMPTY: Final = torch_save.stream([None])
 
 
 def _recognise(root: Path, names: Collection[str]) -> bool:
-    return (dcp.is_torch_dist(names) and dcp.is_megatron(names)) or any(
-        name.startswith("mp_rank_") for name in names
-    )
+    return (dcp.is_torch_dist(names) and dcp.is_megatron(names)) or megatron_legacy.is_legacy(root)
 
 
 def _read(root: Path) -> Manifest:

@@ -123,6 +123,7 @@ def parameters(
         cut = tuple(_cut(weight, mesh.axis_size(axis), at[axis]))
         arrays = _arrays(model, stored, layer_keys)
         replica = weight.cut_dim is None and at[axis] != 0
+        replica |= any(at[name] for name in (("edp",) if weight.expert else ("dp", "cp")))
         layers = [n for _, n in weight.layers]
         if not weight.parts[0].tensor.index:
             for v, name, shared, copy in _edges(model, weight, at["pp"], pp, len(chunks)):
