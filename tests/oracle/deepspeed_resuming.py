@@ -115,6 +115,7 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
         {key: value for key, value in group.items() if key != "params"}
         for group in engine.optimizer.optimizer.param_groups
     ]
+    held["optimizer"] = type(engine.optimizer).__name__
     held["then"] = [train() for _ in range(case.get("then", 0))]
     if "out" in case:
         torch.save(held, out / f"{case['out']}.{rank}.pt")

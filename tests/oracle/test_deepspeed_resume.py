@@ -311,6 +311,7 @@ def test_deepspeed_goes_on_from_what_is_written(world_size: int, trained: Any, t
         trained[name][0]["then"] == trained["zero1"][0]["then"]
         for name in ("zero2", "zero3", "robin", "aligned")
     )
+    assert trained["accumulated"][0]["optimizer"] == "BF16_Optimizer"
     found = play(cases, tmp_path / "ranks", world_size=world_size)
     for out, (_, target) in RESUMED[world_size].items():
         native_one = isinstance(target, Zero)

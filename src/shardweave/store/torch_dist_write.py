@@ -9,7 +9,6 @@ What is written is what `torch_dist` describes; neither torch nor Megatron is im
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -26,11 +25,10 @@ from shardweave.errors import (
     FormatError,
     MissingFileError,
     OutsideError,
-    TruncatedError,
 )
 from shardweave.store import torch_index, torch_save
+from shardweave.store.laid_out import open_laid_out
 from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor, TensorSpec
-from shardweave.store.paths import inside
 from shardweave.store.pickles_write import from_plain
 from shardweave.store.sync import sync
 from shardweave.store.tiling import prove_tiling
@@ -132,7 +130,7 @@ def finish(manifest: Manifest, checksums: Mapping[Extent, int] | None = None, *,
     places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         for name, pairs in extents.items():
-            with _as_laid_out(root, name, manifest.files[name]) as file:
+            with open_laid_out(root, name, manifest.files[name]) as file:
                 close = partial(_close, file.fileno(), known)
                 # A thread pays where there is a CRC to compute; handing over a small job costs more.
                 spread = manifest.files[name] > _THREAD_PAYS * len(pairs)
@@ -173,25 +171,6 @@ def finish(manifest: Manifest, checksums: Mapping[Extent, int] | None = None, *,
     (root / f"{INDEX}.tmp").replace(root / INDEX)
     if fsync:
         sync(root)
-
-
-def _as_laid_out(root: Path, name: str, size: int) -> io.FileIO:
-    path = inside(root, name, where=str(root))
-    if not path.is_file():
-        raise MissingFileError(
-            "files stay as they were laid out",
-            where=str(path),
-            equation="it is gone",
-            hint="allocate the folder anew and write its payloads again",
-        )
-    if path.stat().st_size != size:
-        raise TruncatedError(
-            "files stay as they were laid out",
-            where=str(path),
-            equation=f"size({path.stat().st_size}) != {size}",
-            hint="write each extent at its start and no byte elsewhere; allocate the folder anew",
-        )
-    return io.FileIO(path, "r+")
 
 
 def _close(
