@@ -35,6 +35,7 @@ def check(
         ),
     ],
     config: options.Config = None,
+    layout: options.LayoutFile = None,
     no_digests: Annotated[
         bool, typer.Option("--no-digests", help="Do not read the weights to compare digests.")
     ] = False,
@@ -51,7 +52,9 @@ def check(
     from shardweave.convert.check import check as look
 
     with progress("reading", quiet=as_json) as tell:
-        checked = look(path, config=config, digests=not no_digests, progress=tell)
+        checked = look(
+            path, config=config, layout=options.read_layout(layout), digests=not no_digests, progress=tell
+        )
     if as_json:
         print_json(_plain(checked))
     else:

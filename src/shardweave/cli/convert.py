@@ -45,9 +45,12 @@ def convert(
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist), native or dcp.")
+        str,
+        typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist), native, dcp or ranks."),
     ],
     config: options.Config = None,
+    layout: options.LayoutFile = None,
+    to_layout: options.ToLayout = None,
     tp: options.Tp = None,
     pp: options.Pp = None,
     ep: options.Ep = None,
@@ -102,7 +105,7 @@ def convert(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Convert a checkpoint, from and to hf, megatron, native or dcp.
+    """Convert a checkpoint, from and to hf, megatron, native, dcp or ranks.
 
     The source's format is recognised; its model is read from its config.
     The conversion is proved before a byte moves. One that was stopped goes on
@@ -115,6 +118,8 @@ def convert(
         src,
         to=to,
         config=config,
+        layout=layout,
+        to_layout=to_layout,
         stages=stages,
         dtype=dtype,
         stacked_experts=stacked_experts,

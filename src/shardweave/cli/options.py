@@ -14,11 +14,12 @@ from shardweave.errors import GeometryError
 
 if TYPE_CHECKING:
     from shardweave.convert import Geometry, Job
+    from shardweave.layout import Layout
     from shardweave.store.torch_dcp import Keys
 
 FORMATS: Mapping[str, str] = {
     "hf": "hf", "megatron": "megatron", "torch_dist": "megatron", "native": "native", "dcp": "dcp",
-    "torch_dcp": "dcp",
+    "torch_dcp": "dcp", "ranks": "ranks",
 }  # fmt: skip
 """Formats by the names that a command may give them."""
 
@@ -48,6 +49,26 @@ Config = Annotated[
         metavar="CONFIG.json",
         exists=True,
         help="The model's Hugging Face config, or the folder that holds it. Default: the one in the source.",
+    ),
+]
+LayoutFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--layout",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="What the shards of ranks are, where a format does not say: what probe --out wrote.",
+    ),
+]
+ToLayout = Annotated[
+    Path | None,
+    typer.Option(
+        "--to-layout",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="The same for a target of shards of ranks.",
     ),
 ]
 Tp = Annotated[int | None, _degree("--tp", "Tensor parallel degree.")]
@@ -135,7 +156,7 @@ def format_named(text: str) -> tuple[str, Keys | None]:
         raise GeometryError(
             "a checkpoint is written in a known format",
             equation=f"--to {text!r} is not one of {', '.join(FORMATS)}",
-            hint="--to hf, --to megatron, --to native or --to dcp",
+            hint="--to hf, --to megatron, --to native, --to dcp or --to ranks",
         )
     if not rest:
         return FORMATS[name], None
@@ -188,6 +209,8 @@ def prepared(
     stacked_experts: bool,
     max_file_bytes: int,
     weights_only: bool = False,
+    layout: Path | None = None,
+    to_layout: Path | None = None,
     **given: Any,
 ) -> Job:
     """The conversion that a command asks for, decided and proved."""
@@ -209,9 +232,20 @@ def prepared(
         stacked_experts=stacked_experts,
         max_file_bytes=max_file_bytes,
         weights_only=weights_only,
+        layout=read_layout(layout),
+        to_layout=read_layout(to_layout),
         keys=keys,
         settings=_settings_of,
     )
+
+
+def read_layout(file: Path | None) -> Layout | None:
+    """The layout in a file; ``None`` where none is given."""
+    if file is None:
+        return None
+    from shardweave.store import layout_file
+
+    return layout_file.read_layout(file)
 
 
 def _settings_of(*given: Any) -> Any:

@@ -40,7 +40,7 @@ def plan(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TO", help="hf, megatron, native or dcp; with --model a layout."),
+        typer.Option("--to", metavar="TO", help="hf, megatron, native, dcp or ranks; with --model a layout."),
     ] = None,
     model: Annotated[
         Path | None,
@@ -81,6 +81,8 @@ def plan(
         Path | None, typer.Option("--output", "-o", metavar="plan.swp", help="Store the plan.")
     ] = None,
     config: options.Config = None,
+    layout: options.LayoutFile = None,
+    to_layout: options.ToLayout = None,
     tp: options.Tp = None,
     pp: options.Pp = None,
     ep: options.Ep = None,
@@ -119,6 +121,8 @@ def plan(
             src,
             to=to or "",
             config=config,
+            layout=layout,
+            to_layout=to_layout,
             stages=stages,
             dtype=dtype,
             stacked_experts=stacked_experts,

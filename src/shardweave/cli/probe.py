@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardweave.cli import options
-from shardweave.cli.common import parse_count, print_json, stdout
+from shardweave.cli.common import parse_count, plural, print_facts, print_json, stdout, table
 from shardweave.cli.expected import expected
-from shardweave.errors import NotationError
+from shardweave.errors import GeometryError, NotationError
 
 if TYPE_CHECKING:
+    from shardweave.layout import BufferRule, Dim, Layout, Sharded
     from shardweave.testing import Found
+
+_MODEL = "A whole model"
 
 
 def probe(
     function: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:FUNCTION", help="Called as FUNCTION(*tensors, rank, tp); gives a rank's array."
-        ),
-    ],
-    shape: Annotated[
-        list[str],
-        typer.Option(
-            "--shape", metavar="[NAME=]64,16", help="The shape of its tensor; once for each of several."
+            metavar="MODULE:FUNCTION",
+            help="Called as FUNCTION(*tensors, rank, tp), it gives a rank's array; with --config as "
+            "FUNCTION(tensors, rank, tp), both by name.",
         ),
     ],
     tp: Annotated[int, typer.Option("--tp", parser=parse_count, metavar="N", help="The number of ranks.")],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape", metavar="[NAME=]64,16", help="The shape of its tensor; once for each of several."
+        ),
+    ] = None,
     expect: Annotated[
         str | None,
         typer.Option(
@@ -52,6 +58,29 @@ def probe(
     flat: Annotated[
         bool, typer.Option("--flat", help="Say what is no product of dims by flat indices.")
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the layout there, for convert --layout FILE."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="CONFIG.json",
+            exists=True,
+            help="Probe all tensors of this model, a layer at a time.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    sampled: Annotated[
+        bool,
+        typer.Option(
+            "--sampled",
+            help="Run the first and the last of layers that have the same tensors, and take the others to be "
+            "like them.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -60,25 +89,23 @@ def probe(
     The function is not read or trusted; what it did with each element is read
     back. With --expect, exits with 1 where that is not what was declared.
     """
+    # As for ``python -m``: modules of the current folder can be named.
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a string is wanted
+    how: dict[str, Any] = {"dtype": dtype, "arrays": arrays, "pad": pad, "duplicates": duplicates}
+    _check(shape, config, only_shape={"--expect": expect is not None, "--flat": flat}, sampled=sampled)
+    if config is not None:
+        _probe_model(function, config, tp, out, as_json=as_json, sampled=sampled, **how)
+        return
     from shardweave.testing import expect as must_be
     from shardweave.testing import probe_function
 
-    # As for ``python -m``: modules of the current folder can be named.
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a string is wanted
-    shapes = _shapes(shape)
+    shapes = _shapes(shape or [])
     declared = (
         None if expect is None else expected(expect, {n: sizes[dim] for n, sizes in shapes.items()}, tp)
     )
-    found = probe_function(
-        function,
-        shape=shapes,
-        tp=tp,
-        dtype=dtype,
-        arrays=arrays,
-        pad=pad,
-        duplicates=duplicates,
-        flat=flat,
-    )
+    found = probe_function(function, shape=shapes, tp=tp, flat=flat, **how)
+    if out is not None:
+        _write(found.layout(), out)
     if as_json:
         print_json(_plain(found))
     else:
@@ -87,6 +114,25 @@ def probe(
         must_be(found, declared, dim=dim)
         if not as_json:
             stdout().print("\nAs expected.")
+
+
+def _check(
+    shape: list[str] | None, config: Path | None, *, only_shape: dict[str, bool], sampled: bool
+) -> None:
+    given = [flag for flag, said in only_shape.items() if said]
+    if bool(shape) == (config is not None):
+        raise GeometryError(
+            "a probe is of tensors of given shapes, or of all tensors of a model",
+            equation="--shape and --config" if shape else "neither --shape nor --config",
+            hint="write --shape 64,16, or --config config.json",
+        )
+    if (config is not None and given) or (config is None and sampled):
+        flags = given if config is not None else ["--sampled"]
+        raise GeometryError(
+            f"a probe with {'--config' if config is not None else '--shape'} has the options that go with it",
+            equation=", ".join(flags),
+            hint=f"leave out {', '.join(flags)}",
+        )
 
 
 def _shapes(texts: list[str]) -> dict[str, tuple[int, ...]]:
@@ -118,3 +164,69 @@ def _plain(found: Found) -> dict[str, Any]:
         "cut": list(found.cut),
         "flat": found.flat,
     }
+
+
+# --- a whole model ------------------------------------------------------------------------------
+
+
+def _probe_model(
+    function: str, config: Path, tp: int, out: Path | None, *, as_json: bool, **how: Any
+) -> None:
+    from shardweave.models import from_config
+    from shardweave.testing import probe_model
+    from shardweave.testing.probe import function_named
+
+    model = from_config(config)
+    layout = probe_model(function_named(function), model, ranks=tp, name=function.rpartition(":")[2], **how)
+    if out is not None:
+        _write(layout, out)
+    if as_json:
+        print_json({"layout": str(layout), "out": None if out is None else str(out)})
+        return
+    print_facts(
+        {
+            "model": f"{model.family}, {plural(model.numel, 'parameter')}",
+            "ranks": f"{tp}",
+            "arrays": plural(len(layout.stored()), "array") + " of all ranks",
+            **({} if out is None else {"written": str(out)}),
+        }
+    )
+    stdout().print()
+    shown = table("array", "of", "each rank", "copies")
+    for rule in layout.rules:
+        shown.add_row(rule.name, _tensors(rule), _held(rule, layout), _copies(rule, layout))
+    stdout().print(shown)
+
+
+def _write(layout: Layout, out: Path) -> None:
+    from shardweave.store.layout_file import write_layout
+
+    write_layout(layout, out)
+
+
+def _tensors(rule: BufferRule) -> str:
+    names = [part.tensor.name for part in rule.parts]
+    return ", ".join(part.label for part in rule.parts) if len(names) > 1 else names[0]
+
+
+def _held(rule: BufferRule, layout: Layout) -> str:
+    """The dims of a stored array, in storage order; of the one that is cut what each rank has."""
+    assert rule.stacked is not None
+    return " x ".join(_dim(rule.dims[d]) for d in rule.stacked) or "a number"
+
+
+def _dim(dim: Dim | Sharded, most: int = 4) -> str:
+    from shardweave.layout import Sharded as Cut
+
+    if not isinstance(dim, Cut):
+        return str(dim)
+    shown = [str(one) for one in dim.dims[:most]] + ["..."] * (len(dim.dims) > most)
+    return f"({' | '.join(shown)})"
+
+
+def _copies(rule: BufferRule, layout: Layout) -> str:
+    if layout.mesh.size == 1:
+        return ""
+    if not rule.axes:
+        return "all ranks"
+    return ", ".join(part.label or "some" for part in rule.parts if part.replica)

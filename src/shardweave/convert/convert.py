@@ -25,7 +25,7 @@ from shardweave.convert.masters import as_read, with_states
 from shardweave.convert.source import open_checkpoint
 from shardweave.convert.staging import Staging, reserve, write_text
 from shardweave.convert.target import Target, Wanted
-from shardweave.errors import DtypeError, JournalError, PathError
+from shardweave.errors import DtypeError, GeometryError, JournalError, PathError
 from shardweave.layout import Layout, format_layout
 from shardweave.plan import Plan, needed_bytes, plan
 from shardweave.store import digest, native
@@ -131,6 +131,12 @@ def prepare(
         wanted: What is asked of the target; the attributes of ``Wanted``.
     """
     form = written(to)
+    if to_layout is not None and not form.takes_layout:
+        raise GeometryError(
+            "a layout is given for targets that store shards of ranks",
+            equation=f"to={to}, and layout({to_layout.name})",
+            hint="leave it out: the names in this format say what an array is",
+        )
     asked = Wanted(layout=to_layout, **wanted)
     source = open_checkpoint(src, config=config, layout=layout)
     state = None

@@ -147,6 +147,15 @@ def probe_function(spec: str, *, shape: Shape | Mapping[str, Shape], tp: int, **
     Raises:
         ProbeError: There is no such function; or as for ``probe``.
     """
+    return probe(function_named(spec), shape, ranks=tp, **options)
+
+
+def function_named(spec: str) -> Callable[..., Any]:
+    """The function that ``MODULE:FUNCTION`` names.
+
+    Raises:
+        ProbeError: There is none.
+    """
     module, colon, path = spec.partition(":")
     try:
         target = importlib.import_module(module) if module and colon else None
@@ -166,7 +175,8 @@ def probe_function(spec: str, *, shape: Shape | Mapping[str, Shape], tp: int, **
             equation=f"got {type(target).__name__}({str(target)[:80]})",
             hint="name a function",
         )
-    return probe(target, shape, ranks=tp, **options)
+    found: Callable[..., Any] = target
+    return found
 
 
 # --- running ------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _layout(
     """Weights are whole at one tensor-parallel rank, else the checkpoint or the user says how."""
     tp, where = _ranks(stored), str(manifest.root)
     if given is not None:
-        return ranks.of_model(given, model, where)
+        return ranks.of_stored(given, stored, model, ranks=tp, where=where)
     if tp == 1:
         return hf.variant(stored, model)
     mesh = Mesh((("tp", tp),))
@@ -190,6 +190,8 @@ def _target_native(source: Checkpoint, state: OptimizerState | None, wanted: Wan
     zero = wanted.zero or Zero()
     weights = _weights(source.model, zero, wanted, str(source.manifest.root))
     held = with_dtypes(_with_states(weights, state), source, wanted.dtype)
+    if zero.stage == 3:
+        held = _in_full(weights, held, state)
     described = _described(source, weights, state, tp=zero.tp)
     run = deepspeed_write.Zero(
         stage=zero.stage, dp=zero.dp, tp=zero.tp, dtype=_run_dtype(source, state, held, zero)
@@ -207,14 +209,7 @@ def _target_universal(source: Checkpoint, state: OptimizerState | None, wanted: 
             hint="leave out --dp and --tp: it is loaded at any number of ranks",
         )
     weights = _weights(source.model, Zero(), wanted, str(source.manifest.root))
-    # What is trained is stored in full precision, whatever the run computes in.
-    trained = _trained(weights, state)
-    held = with_dtypes(_with_states(weights, state), source, None)
-    wide = {rule.name for rule in weights.rules if trained & set(_keys(weights, rule))}
-    held = replace(
-        held,
-        rules=tuple(replace(rule, dtype="float32") if rule.name in wide else rule for rule in held.rules),
-    )
+    held = _in_full(weights, with_dtypes(_with_states(weights, state), source, None), state)
     described = _described(source, weights, state, tp=1)
     return _made("universal", source, weights, held, state, wanted, described, universal_write)
 
@@ -249,6 +244,14 @@ def _trained(weights: Layout, state: OptimizerState | None) -> set[str]:
     }
 
 
+def _in_full(weights: Layout, held: Layout, state: OptimizerState | None) -> Layout:
+    """What is trained is stored in full precision, whatever the run computes in."""
+    trained = _trained(weights, state)
+    wide = {rule.name for rule in weights.rules if trained & set(_keys(weights, rule))}
+    rules = (replace(rule, dtype="float32") if rule.name in wide else rule for rule in held.rules)
+    return replace(held, rules=tuple(rules))
+
+
 def _keys(layout: Layout, rule: BufferRule) -> list[str]:
     return list(replace(layout, rules=(rule,)).stored())
 
@@ -264,6 +267,15 @@ def _described(
     found["shared"] = {
         alias: name for alias, name in source.model.aliases.items() if name in arrays
     } or found.get("shared", {})
+    # Maps are of parameters that are tensors of the model; of others a layout says what they are.
+    own = {*source.model.aliases, *(tensor.name for tensor in weights.tensors)}
+    if tp > 1 and INFO not in found and all(len(r.parts) == 1 and r.name in own for r in weights.rules):
+        maps = {
+            tensor.member(numbers): map_of(weights, tensor)
+            for tensor in weights.tensors
+            for numbers in _members(tensor)
+        }
+        found[INFO] = {"universal_checkpoint_version": 0.4, "affine_map": affine_text.write(maps)}
     if state is None:
         return {key: value for key, value in found.items() if key in ("shared", "buffers", MODEL, INFO)}
     trained = {key: held for key, held in arrays.items() if any(name in state.weights for name in held)}
@@ -280,13 +292,6 @@ def _described(
     }
     known = set(found.get("buffers", ()))
     found["buffers"] = tuple(key for key in untrained if key in known | whole_numbers)
-    if tp > 1 and INFO not in found:
-        maps = {
-            tensor.member(numbers): map_of(weights, tensor)
-            for tensor in weights.tensors
-            for numbers in _members(tensor)
-        }
-        found[INFO] = {"universal_checkpoint_version": 0.4, "affine_map": affine_text.write(maps)}
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState
 from shardweave.convert.formats.format import Format
@@ -37,14 +37,27 @@ def _layout(
             equation=f"ranks({ranks}), and no layout",
             hint=f"{_HINT}--layout FILE",
         )
-    if given.mesh.size != ranks:
+    return of_stored(given, stored, model, ranks=ranks, where=where)
+
+
+def of_stored(
+    layout: Layout, stored: Mapping[str, StoredTensor], model: Model, *, ranks: int, where: str
+) -> Layout:
+    """A layout of somebody's as that of stored shards.
+
+    Raises:
+        GeometryError: It is of another number of ranks.
+        ModelError: It is of other tensors than the model's.
+        UnknownNameError: Its arrays are not those that are stored.
+    """
+    if layout.mesh.size != ranks:
         raise GeometryError(
             "a layout is of the ranks whose shards are stored",
             where=where,
-            equation=f"ranks of {given.name}({given.mesh.size}) != files({ranks})",
+            equation=f"ranks of {layout.name}({layout.mesh.size}) != stored({ranks})",
             hint="probe the function with this number of ranks, or bring the files of the other ranks",
         )
-    held = of_model(given, model, where)
+    held = of_model(layout, model, where)
     names = held.stored().keys()
     missing, unexpected = names - stored.keys(), stored.keys() - names
     if missing or unexpected:
@@ -68,12 +81,7 @@ def of_model(layout: Layout, model: Model, where: str) -> Layout:
         ModelError: It is of other tensors than the model's.
     """
     if model.family == PLAIN:
-        raise ModelError(
-            "a model says which tensors shards are of",
-            where=where,
-            equation="config(none)",
-            hint="give its config with --config config.json",
-        )
+        _refuse_plain(where)
     tensors = {tensor.name: tensor for tensor in model.tensors}
 
     def same(tensor: Tensor) -> Tensor:
@@ -101,6 +109,19 @@ def of_model(layout: Layout, model: Model, where: str) -> Layout:
             hint="probe the function with the config that the checkpoint has",
         )
     return held
+
+
+def _refuse_plain(where: str) -> NoReturn:
+    raise ModelError(
+        "a model says which tensors shards are of",
+        where=where,
+        equation="config(none)",
+        hint="give its config with --config config.json",
+    )
+
+
+def _shapes(stored: Mapping[str, StoredTensor], manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    _refuse_plain(str(manifest.root))
 
 
 def _target(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> Target:
@@ -135,5 +156,6 @@ FORMAT = Format(
     read=shards.read,
     layout=_layout,
     target=_target,
+    shapes=_shapes,
     takes_layout=True,
 )
