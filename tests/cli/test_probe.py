@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,93 @@ def test_expected(sw: Run, golden) -> None:
         assert done.code == 1, command
         shown.append(done.err)
     golden("probe_findings", "\n".join(shown))
+
+
+# --- a whole model ------------------------------------------------------------------------------
+
+FRAMEWORK = '''
+import numpy as np
+
+def shards(tensors, rank, tp):
+    """Q, K and V of a rank as one array, the rest in even parts; norms whole."""
+    found = {}
+    for name, x in tensors.items():
+        if ".q_proj" in name:
+            three = (tensors[name.replace("q_proj", one)] for one in ("q_proj", "k_proj", "v_proj"))
+            found[name.replace("q_proj", "qkv")] = np.concatenate([np.split(y, tp)[rank] for y in three])
+        elif ".k_proj" not in name and ".v_proj" not in name:
+            found[name] = x if x.ndim == 1 else np.array_split(x, tp)[rank]
+    return found
+
+def loses(tensors, rank, tp):
+    return {name: x for name, x in shards(tensors, rank, tp).items() if "norm" not in name}
+'''
+
+
+@pytest.fixture
+def tiny(data_dir: Path, tmp_path: Path) -> Path:
+    (tmp_path / "framework_to_probe.py").write_text(FRAMEWORK)
+    return data_dir / "configs" / "tiny" / "llama.json"
+
+
+def test_a_whole_model_is_probed_and_its_shards_are_converted(
+    sw: Run, golden: Callable[..., None], tiny: Path, tmp_path: Path
+) -> None:
+    import framework_to_probe
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    from shardweave.models import from_config
+
+    probe = ("probe", "framework_to_probe:shards", "--config", str(tiny), "--tp", "2", "--arrays", "numpy")
+    done = sw(*probe, "--out", "shards.layout")
+    assert (done.code, done.err) == (0, "")
+    golden("probe_model", done.out)
+    assert sw(*probe, "--json").code == 0
+    assert json.loads(sw(*probe, "--json").out)["layout"] == Path("shards.layout").read_text()
+
+    rng = np.random.default_rng(4)
+    model = from_config(tiny)
+    tensors = {
+        name: rng.random(tensor.shape, np.float32) for tensor in model.tensors for name in tensor.names()
+    }
+    (tmp_path / "saved").mkdir()
+    for rank in range(2):
+        held = framework_to_probe.shards(tensors, rank, 2)
+        contiguous = {name: np.ascontiguousarray(array) for name, array in held.items()}
+        save_file(contiguous, tmp_path / "saved" / f"rank_{rank}.safetensors")
+    with_config = ("--config", str(tiny), "--layout", "shards.layout")
+    assert sw("check", "saved", *with_config).code == 0
+    assert sw("plan", "saved", "--to", "hf", *with_config).code == 0
+    done = sw("convert", "saved", "whole", "--to", "hf", *with_config, "--no-fsync")
+    assert (done.code, done.err) == (0, "")
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+    done = sw("convert", "whole", "again", "--to", "ranks", "--to-layout", "shards.layout", "--no-fsync")
+    assert (done.code, done.err) == (0, "")
+    for rank in range(2):
+        file = f"rank_{rank}.safetensors"
+        again, before = (load_file(tmp_path / folder / file) for folder in ("again", "saved"))
+        assert again.keys() == before.keys()
+        assert all(np.array_equal(again[name], before[name]) for name in before)
+
+
+def test_a_whole_model_that_is_not_whole(sw: Run, golden: Callable[..., None], tiny: Path) -> None:
+    rows = ("probe", "mine_to_probe:rows", "--tp", "2")
+    model = ("probe", "framework_to_probe:shards", "--config", str(tiny), "--tp", "2")
+    Path("there.layout").touch()
+    shown = []
+    for code, command in [
+        (1, ("probe", "framework_to_probe:loses", "--config", str(tiny), "--tp", "2")),
+        (1, (*model[:-1], "5")),
+        (2, rows),
+        (2, (*rows, "--shape", "4,4", "--config", str(tiny))),
+        (2, (*rows, "--shape", "4,4", "--sampled")),
+        (2, (*model, "--flat")),
+        (2, (*model, "--out", "there.layout")),
+    ]:
+        done = sw(*command)
+        assert done.code == code, (command, done.err)
+        shown.append(done.err)
+    golden("probe_model_refusals", "\n".join(shown))

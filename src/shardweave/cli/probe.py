@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardweave.cli import options
-from shardweave.cli.common import parse_count, plural, print_facts, print_json, stdout, table
+from shardweave.cli.common import parse_count, plural, print_facts, print_json, stdout
 from shardweave.cli.expected import expected
 from shardweave.errors import GeometryError, NotationError
 
@@ -192,10 +192,9 @@ def _probe_model(
         }
     )
     stdout().print()
-    shown = table("array", "of", "each rank", "copies")
     for rule in layout.rules:
-        shown.add_row(rule.name, _tensors(rule), _held(rule, layout), _copies(rule, layout))
-    stdout().print(shown)
+        stdout().print(f"{rule.name}{_said(rule, layout)}", markup=False, highlight=False, soft_wrap=True)
+        stdout().print(f"    {_held(rule)}", markup=False, highlight=False, soft_wrap=True, style="dim")
 
 
 def _write(layout: Layout, out: Path) -> None:
@@ -204,29 +203,27 @@ def _write(layout: Layout, out: Path) -> None:
     write_layout(layout, out)
 
 
-def _tensors(rule: BufferRule) -> str:
+def _said(rule: BufferRule, layout: Layout) -> str:
+    """What an array is of, where its name does not say it, and who else has it."""
     names = [part.tensor.name for part in rule.parts]
-    return ", ".join(part.label for part in rule.parts) if len(names) > 1 else names[0]
+    of = ", ".join(part.label for part in rule.parts) if len(names) > 1 else names[0]
+    said = "" if of == rule.name else f" of {of}"
+    if layout.mesh.size > 1 and not rule.axes:
+        return f"{said}, on all ranks"
+    copies = [part.label or "copies" for part in rule.parts if part.replica]
+    return f"{said}, shared: {', '.join(copies)}" if copies else said
 
 
-def _held(rule: BufferRule, layout: Layout) -> str:
-    """The dims of a stored array, in storage order; of the one that is cut what each rank has."""
+def _held(rule: BufferRule) -> str:
+    """The dims of a stored array in storage order; of the one that is cut, what each rank has."""
     assert rule.stacked is not None
-    return " x ".join(_dim(rule.dims[d]) for d in rule.stacked) or "a number"
+    return " x ".join(_dim(rule.dims[d]) for d in rule.stacked) or "one element"
 
 
-def _dim(dim: Dim | Sharded, most: int = 4) -> str:
-    from shardweave.layout import Sharded as Cut
+def _dim(dim: Dim | Sharded, most: int = 8) -> str:
+    from shardweave.layout.buffer import table_of
 
-    if not isinstance(dim, Cut):
-        return str(dim)
-    shown = [str(one) for one in dim.dims[:most]] + ["..."] * (len(dim.dims) > most)
-    return f"({' | '.join(shown)})"
-
-
-def _copies(rule: BufferRule, layout: Layout) -> str:
-    if layout.mesh.size == 1:
-        return ""
-    if not rule.axes:
-        return "all ranks"
-    return ", ".join(part.label or "some" for part in rule.parts if part.replica)
+    shown = [str(one) for one in table_of(dim)]
+    if len(shown) == 1:
+        return shown[0]
+    return f"({' | '.join([*shown[:most], *(['...'] if len(shown) > most else [])])})"

@@ -78,12 +78,29 @@ def probe_model(
     for members in _groups(owners, run):
         shapes = {member: owners[member][0].shape for member in members}
         found = probe_loader(
-            lambda rank, tensors: partition(tensors, rank, ranks), shapes, ranks=ranks, **options
+            lambda rank, tensors: partition(tensors, rank, ranks),
+            shapes,
+            ranks=ranks,
+            ignored=members,  # said below, in words of a model
+            **options,
         )
+        _check_held(members, found.values(), where=f"{name}, {ranks} ranks")
         arrays += (_array(one, owners, axis) for one in found.values())
     layout = Layout(name, mesh, tuple(_once(_merged(arrays, run if sampled else None))))
     prove(layout)
     return layout
+
+
+def _check_held(members: Sequence[str], found: Iterable[Found], *, where: str) -> None:
+    held = {source for one in found for source, _ in one.sources}
+    lost = [member for member in members if member not in held]
+    if lost:
+        raise ProbeError(
+            "the ranks of a framework hold every tensor of the model",
+            where=where,
+            equation=f"{len(lost)} of {len(members)} tensors reach no rank: {', '.join(lost[:3])}",
+            hint="give each tensor to some rank; a tied head is no tensor of its own",
+        )
 
 
 Owners = Mapping[str, tuple[Tensor, Numbers, str]]
