@@ -323,8 +323,8 @@ MODELS: list[tuple[str, str, Change, type[ShardweaveError], str]] = [
         "ds_zero1",
         "mp_rank_00_model_states.pt",
         lambda v: v["checkpoint_parallel_dimensions"].update(pp_degree=2),
-        FormatError,
-        "pp_degree",
+        MissingFileError,
+        "mp_rank_01_model_states",
     ),
     (
         "ds_zero1",

@@ -121,6 +121,25 @@ def llama() -> torch.nn.Module:
     )  # fmt: skip
 
 
+def pipeline(case: Case) -> torch.nn.Module:
+    """The same model as a pipeline of two stages, whose first and last layer share their weight."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    words = (torch.nn.Embedding, WORDS, HIDDEN)
+    return PipelineModule(
+        [
+            TiedLayerSpec("words", *words),
+            *(LayerSpec(Block, inner, None) for inner in (INNER, INNER + 2)),
+            TiedLayerSpec("words", *words, forward_fn=lambda tied, x: x @ tied.weight.T),
+        ],
+        num_stages=case["stages"],
+        loss_fn=lambda logits, ids: torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), ids.flatten()
+        ),
+        partition_method="uniform",
+    )
+
+
 def optimizer_of(model: torch.nn.Module, case: Case) -> torch.optim.Optimizer:
     """Two groups: vectors do not decay, and learn faster."""
     params = [p for p in model.parameters() if p.requires_grad]
@@ -179,9 +198,10 @@ def truth(engine: Any, case: Case, rename: Any) -> dict[str, torch.Tensor]:
 
 def play(case: Case, out: Path, rank: int) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    deepspeed.init_distributed(dist_backend="gloo")
     tp = case.get("tp", 1)
     torch.manual_seed(5 + (0 if case.get("llama") else rank % tp))  # AutoTP cuts a model that all ranks have
-    model = llama() if case.get("llama") else Model(case)
+    model = llama() if case.get("llama") else pipeline(case) if case.get("stages") else Model(case)
     if case.get("experts"):  # ranks hold other experts
         torch.manual_seed(70 + rank % case["experts"]["ep"])
         for name, param in model.named_parameters():
@@ -212,6 +232,9 @@ def play(case: Case, out: Path, rank: int) -> None:
         mpu=Ranks(tp) if tp > 1 and not case.get("llama") else None,
     )
     for _ in range(case.get("steps", 2)):
+        if case.get("stages"):
+            engine.train_batch(iter([(ids, ids)]))
+            continue
         logits = engine(ids)
         logits = getattr(logits, "logits", logits)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())

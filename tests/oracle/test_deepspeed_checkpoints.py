@@ -154,10 +154,11 @@ TWO = {
     },
     "amsgrad3": {"stage": 3, "dtype": "fp32", "optimizer": "amsgrad", "zero": {"sub_group_size": 60}},
 }  # fmt: skip
-FOUR = {
+FOUR = {  # in this order: DeepSpeed keeps the groups of one for the next
     "experts": {"stage": 1, "dtype": "bf16", "optimizer": "adamw", "experts": {"count": 4, "ep": 2}},
     "tp": {"stage": 1, "dtype": "bf16", "optimizer": "adamw", "frozen": True, "tp": 2},
     "tp3": {"stage": 3, "dtype": "bf16", "optimizer": "adamw", "frozen": True, "tp": 2},
+    "pipeline": {"stage": 1, "dtype": "bf16", "optimizer": "adamw", "stages": 2},
 }
 
 
@@ -230,6 +231,11 @@ def test_ranks_of_experts_and_of_tensors_hold_their_parts(four: Path, name: str)
         truth = load_file(four / f"{name}.rank{rank}.safetensors")
         seen |= check(manifest, truth, f"@{rank % tp}" if tp > 1 else "")
     assert seen == set(manifest.tensors)
+    if name == "pipeline":
+        record = manifest.records["optimizer"]
+        assert record.groups[0]["params"].count("tied_modules.words.weight") == 1
+        assert sorted(record.count) == sorted(n for group in record.groups for n in group["params"])
+        assert {"1.seen", "2.seen"} <= manifest.records["untrained"]
     if name == "experts":
         prefix = "blocks.1.moe.deepspeed_moe.experts.deepspeed_experts"
         assert {f"{prefix}.{e}.0.weight" for e in range(4)} <= set(manifest.tensors)

@@ -9,17 +9,19 @@ The folder of a save (its tag, which the file ``latest`` beside it names):
     ``zero_pp_rank_D_mp_rank_TT_model_states.pt``   ZeRO-3, one a rank: the same, weights as placeholders.
     ``[bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt``   one a data-parallel rank D: masters and states.
     ``layer_L_expert_E_mp_rank_TT_model_states.pt``   one an expert of ``deepspeed.moe``.
+    ``layer_LL[-model_TT]-model_states.pt``   one a layer of a pipeline; TT above then numbers the ranks of
+                    all stages, those of one stage in a row.
 
 Arrays are named after weights: ``{name}``, ``optim/{name}/master``, ``optim/{name}/{state}``, with ``@{k}``
 behind it for tensor-parallel rank k where there are several. ZeRO-3 stores no rounded weights: ``{name}`` is
-the master. A buffer keeps its dtype.
+the master. A buffer keeps its dtype. Of a weight that stages of a pipeline share, the first stage's is taken.
 
 ``records``:
     ``optimizer``   `OptimizerRecord`, names without ``@``.
     ``untrained``   names of frozen weights and buffers, which rightly have no state, without ``@``.
     ``shared``      of each weight that is another one that one's name; it has no array of its own.
     ``universal_checkpoint_info``   how weights are cut, where AutoTP or the script says so.
-    ``deepspeed``   ``version``, ``stage``, ``dp``, ``tp``, ``buffers`` (names), ``padding_bytes``,
+    ``deepspeed``   ``version``, ``stage``, ``dp``, ``tp``, ``pp``, ``buffers`` (names), ``padding_bytes``,
                     ``scalars`` (of states, by group), and ``model_states`` and ``optimizer_states``: all else
                     in files, plain, by file name; of files that say the same only the first.
 
@@ -50,13 +52,13 @@ from shardweave.store.deepspeed_files import (
 )
 from shardweave.store.deepspeed_models import (
     Degrees,
+    Models,
+    Module,
     Untrained,
     model_files,
-    module_of,
     rest,
     rest_of_models,
     shapes_of,
-    suffix_of,
 )
 from shardweave.store.deepspeed_plain import plain_optimizer
 from shardweave.store.deepspeed_zero import MASTER, Flat, optimizer_of, ordered, partitions
@@ -104,7 +106,7 @@ def read(root: Path) -> Manifest:
         DtypeError: Ranks hold a state in different dtypes.
         PickleError: A file names something outside the allow-list.
         PathError: ``latest`` leads out of the folder.
-        FormatError: Anything that is not read: a pipeline's layer files, AutoEP, states on NVMe.
+        FormatError: Anything that is not read: AutoEP, states on NVMe, states that are not flat.
 
     >>> folder = read(Path("tests/data/ds_zero2"))
     >>> folder.tensors["optim/head.weight/exp_avg"].shape, len(folder.tensors["head.weight"].extents)
@@ -112,38 +114,42 @@ def read(root: Path) -> Manifest:
     """
     folder = tag_folder(Path(root), LATEST)
     found = listed(folder)
-    models, degrees = model_files(folder, found)
+    models = model_files(folder, found)
+    first, degrees = models.grid[0][0], models.degrees
     states = _states(folder, found["optim"], degrees)
-    stage = _stage(folder, models, [file for files in states for file in files], degrees)
-    experts = Experts.of(folder, found, models[0][0].value)
-    groups = [_groups(folder, *pair) for pair in zip(models, states, strict=True)] if states else None
+    stage = _stage(folder, first, [file for row in states for file in row], degrees)
+    experts = Experts.of(folder, found, first.value)
+    groups = [_groups(folder, models, m, row) for m, row in enumerate(states)] if states else None
     trained = None if groups is None else [[name for group in one for name in group] for one in groups]
     untrained = Untrained.of(folder, models, trained)
     if groups is None:
-        flats = [plain_optimizer(folder, models[tp][0], untrained.modules[tp]) for tp in range(degrees.tp)]
+        flats = [
+            plain_optimizer(folder, row[0], left)
+            for row, left in zip(models.grid, untrained.modules, strict=True)
+        ]
     elif stage == 3:
-        flats = [slots(folder, files, shapes) for files, shapes in zip(states, groups, strict=True)]
+        flats = [slots(folder, row, shapes) for row, shapes in zip(states, groups, strict=True)]
     else:
         cut = partial(partitions, folder, rename=experts.rename, data_first=experts.data_first)
-        flats = [cut(files, shapes) for files, shapes in zip(states, groups, strict=True)]
+        flats = [cut(row, shapes) for row, shapes in zip(states, groups, strict=True)]
     tensors: dict[str, StoredTensor] = {}
-    for tp, flat in enumerate(flats):
-        suffix = suffix_of(tp, degrees.tp)
+    for m, flat in reversed(list(enumerate(flats))):  # of what stages share, the first one's
+        suffix = models.suffix(m)
         if stage != 3:
-            tensors |= _weights(folder, models[tp][0], flat, experts.weights(tp), suffix)
+            tensors |= _weights(folder, models.modules[m], flat, experts.weights(m), suffix)
         tensors |= flat.tensors(partial(_key, suffix=suffix, stage=stage))
-    _check_ranks(folder, flats)
     tensors |= untrained.tensors
-    place = {name: i for i, name in enumerate([*flats[0].shapes, *untrained.names])}
+    place = {name: i for i, name in enumerate([name for flat in flats for name in flat.shapes])}
+    place |= {name: len(place) + i for i, name in enumerate(untrained.names)}
     tensors = {key: tensors[key] for key in sorted(tensors, key=_order(place))}
     prove_tiling(tensors.values(), root=folder)
-    files = [file for grid in (models, states) for row in grid for file in row]
+    files = [file for grid in (models.grid, states) for row in grid for file in row]
     return Manifest(
         folder,
         FORMAT,
         tensors,
-        {file.name: file.num_bytes for file in (*files, *experts.files)},
-        _records(folder, models, states, flats, untrained, degrees, stage),
+        {file.name: file.num_bytes for file in (*files, *models.layers, *experts.files)},
+        _records(folder, models, states, flats, untrained, stage),
     )
 
 
@@ -165,20 +171,18 @@ def _order(place: Mapping[str, int]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def _states(folder: Path, names: Ranks, degrees: Degrees) -> list[list[File]]:
-    """The files of optimizer states by tensor-parallel rank, in the order of data-parallel ranks."""
+    """The files of optimizer states by model-parallel rank, in the order of data-parallel ranks."""
     if not names and degrees.stage != 3:
         return []
-    every = [(tp, dp) for tp in range(degrees.tp) for dp in range(degrees.dp)]
-    complete(folder, names, every, _OPTIM)
-    return [
-        [load(folder, names[tp, dp], allow=OPTIMIZER) for dp in range(degrees.dp)] for tp in range(degrees.tp)
-    ]
+    ranks = range(degrees.tp * degrees.pp)
+    complete(folder, names, [(m, d) for m in ranks for d in range(degrees.dp)], _OPTIM)
+    return [[load(folder, names[m, d], allow=OPTIMIZER) for d in range(degrees.dp)] for m in ranks]
 
 
-def _stage(folder: Path, models: Sequence[Sequence[File]], files: Sequence[File], degrees: Degrees) -> int:
+def _stage(folder: Path, first: File, files: Sequence[File], degrees: Degrees) -> int:
     """The stage that all optimizer files state, and the names of files imply."""
     # The optimizer of bf16 states none, and is cut like ZeRO-1 whatever the stage is.
-    unsaid = 1 if models[0][0].value.get("param_shapes") is not None else 0
+    unsaid = 1 if first.value.get("param_shapes") is not None else 0
     found = {stage_of(optimizer_of(folder, file).get("zero_stage", unsaid)) for file in files} or {0}
     stage = next(iter(found))
     if len(found) > 1 or stage not in range(4) or (stage == 3) != (degrees.stage == 3):
@@ -193,29 +197,31 @@ def _stage(folder: Path, models: Sequence[Sequence[File]], files: Sequence[File]
     return stage
 
 
-def _groups(folder: Path, models: Sequence[File], states: Sequence[File]) -> list[dict[str, tuple[int, ...]]]:
-    """The flat groups of a tensor-parallel rank; without ZeRO the names are those of the fragments."""
-    if models[0].value.get("param_shapes") is not None:
-        return shapes_of(folder, models)
-    module, found = module_of(folder, models[0]), []
+def _groups(
+    folder: Path, models: Models, rank: int, states: Sequence[File]
+) -> list[dict[str, tuple[int, ...]]]:
+    """The flat groups of a model-parallel rank; without ZeRO the names are those of the fragments."""
+    if models.grid[rank][0].value.get("param_shapes") is not None:
+        return shapes_of(folder, models.grid[rank])
+    found = []
     for names in ordered(folder, states):
         shapes = {}
         for name in names:
-            tensor = module.get(name)
+            where, tensor = models.modules[rank].get(name, (models.grid[rank][0].name, None))
             if type(tensor) is not TensorAt:
-                raise broken(folder / models[0].name, f"weight {name!r} of a flat group is not in the module")
+                raise broken(folder / where, f"weight {name!r} of a flat group is not in the module")
             shapes[name] = tensor.shape
         found.append(shapes)
     return found
 
 
 def _weights(
-    folder: Path, file: File, flat: Flat, experts: Mapping[str, tuple[str, TensorAt]], suffix: str
+    folder: Path, module: Module, flat: Flat, experts: Mapping[str, tuple[str, TensorAt]], suffix: str
 ) -> dict[str, StoredTensor]:
     """The rounded weights of those that have masters."""
-    module, found = module_of(folder, file), {}
+    found = {}
     for name, shape in flat.shapes.items():
-        where, tensor = experts.get(name) or (file.name, module.get(name))
+        where, tensor = experts.get(name) or module.get(name, ("", None))
         if type(tensor) is not TensorAt or tensor.shape != shape:
             got = f"shape {tensor.shape}" if type(tensor) is TensorAt else "no tensor"
             raise IndexMismatchError(
@@ -235,36 +241,46 @@ def _weights(
     return found
 
 
-def _check_ranks(folder: Path, flats: Sequence[Flat]) -> None:
-    """Tensor-parallel ranks hold parts of the same weights, updated alike."""
-    for tp, flat in enumerate(flats):
-        for what in ("weights", "counts", "settings"):
-            mine, first = (
-                {"weights": list(one.shapes), "counts": one.count, "settings": one.groups}[what]
-                for one in (flat, flats[0])
-            )
-            if mine != first:
-                raise IndexMismatchError(
-                    "tensor-parallel ranks hold parts of the same weights, updated alike",
-                    where=f"{folder}, mp_rank_{tp:02d}",
-                    equation=f"{what} are not those of mp_rank_00",
-                    hint="files of two saves were mixed, or ranks are stages of a pipeline: convert it with "
-                    "ds_to_universal, and read the outcome",
-                )
+def _record(folder: Path, models: Models, flats: Sequence[Flat]) -> OptimizerRecord:
+    """Counts and settings: ranks of a stage have the same, and stages the same settings."""
+    count: dict[str, int] = {}
+    groups: list[dict[str, Any]] = [{**group, "params": list[str]()} for group in flats[0].groups]
+    for m, flat in enumerate(flats):
+        stage = flats[m - m % models.degrees.tp]
+        if (list(flat.shapes), flat.count, flat.groups) != (list(stage.shapes), stage.count, stage.groups):
+            raise _apart(folder, m, "weights, counts or settings are not those of the stage's first rank")
+        apart = any(count.get(name, step) != step for name, step in flat.count.items())
+        if apart or len(flat.groups) != len(groups):
+            raise _apart(folder, m, "groups or counts are not those of the first stage")
+        count |= flat.count
+        for group, mine in zip(groups, flat.groups, strict=True):
+            if {**group, "params": 0} != {**mine, "params": 0}:
+                raise _apart(folder, m, "the settings of a group are not those of the first stage")
+            known = set(group["params"])  # what stages share is named once
+            group["params"] += [name for name in mine["params"] if name not in known]
+    return OptimizerRecord(count, tuple(groups))
+
+
+def _apart(folder: Path, rank: int, equation: str) -> IndexMismatchError:
+    return IndexMismatchError(
+        "model-parallel ranks hold parts of one model, updated alike",
+        where=f"{folder}, mp_rank_{rank:02d}",
+        equation=equation,
+        hint="files of two saves were mixed; copy the whole folder again",
+    )
 
 
 def _records(
     folder: Path,
-    models: Sequence[Sequence[File]],
+    models: Models,
     states: Sequence[Sequence[File]],
     flats: Sequence[Flat],
     untrained: Untrained,
-    degrees: Degrees,
     stage: int,
 ) -> dict[str, Any]:
-    first = models[0][0]
+    first = models.grid[0][0]
     records: dict[str, Any] = {
-        "optimizer": OptimizerRecord(dict(flats[0].count), tuple(flats[0].groups)),
+        "optimizer": _record(folder, models, flats),
         "untrained": frozenset(untrained.names),
         "shared": dict(untrained.shared),
     }
@@ -274,12 +290,13 @@ def _records(
     records[FORMAT] = {
         "version": first.value.get("ds_version"),
         "stage": stage,
-        "dp": degrees.dp,
-        "tp": degrees.tp,
+        "dp": models.degrees.dp,
+        "tp": models.degrees.tp,
+        "pp": models.degrees.pp,
         "buffers": untrained.buffers,
         "padding_bytes": sum(flat.padding_bytes for flat in flats),
         "scalars": tuple(flats[0].scalars),
-        "model_states": rest_of_models(folder, [file for row in models for file in row]),
+        "model_states": rest_of_models(folder, [file for row in models.grid for file in row]),
         "optimizer_states": rest(folder, [file for row in states for file in row], _FLAT, inner=True),
     }
     return records

@@ -24,6 +24,7 @@ from shardweave.store.deepspeed_files import (
     same_bytes,
     whole,
 )
+from shardweave.store.deepspeed_layers import layers_of, stage_module
 from shardweave.store.manifest import Extent, StoredTensor
 from shardweave.store.pickles import brief
 from shardweave.store.torch_save import TensorAt
@@ -36,9 +37,8 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
-def suffix_of(tp: int, degree: int) -> str:
-    """What stands behind the names of a tensor-parallel rank's arrays."""
-    return f"@{tp}" if degree > 1 else ""
+Module = Mapping[str, tuple[str, Any]]
+"""The entries of a module by name: the file that each lies in, and what it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,35 @@ class Degrees:
     """Degrees of a save, and its stage where the names of its files say it (3), else 0."""
 
     tp: int
+    pp: int
     dp: int
     stage: int
 
 
-def model_files(folder: Path, found: Mapping[str, Ranks]) -> tuple[list[list[File]], Degrees]:
-    """The files of model states by tensor-parallel rank, one each, or with ZeRO-3 one a data-parallel rank.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The model states of a save.
+
+    Attributes:
+        degrees: Of the save.
+        grid: Its files by model-parallel rank (tensor-parallel ranks of a stage are adjacent), one each, or
+            with ZeRO-3 one a data-parallel rank.
+        modules: What each model-parallel rank's module holds.
+        layers: The files of a pipeline's layers, which hold it there.
+    """
+
+    degrees: Degrees
+    grid: tuple[tuple[File, ...], ...]
+    modules: tuple[Module, ...]
+    layers: tuple[File, ...] = ()
+
+    def suffix(self, rank: int) -> str:
+        """What stands behind the names of the arrays of a model-parallel rank."""
+        return f"@{rank % self.degrees.tp}" if self.degrees.tp > 1 else ""
+
+
+def model_files(folder: Path, found: Mapping[str, Ranks]) -> Models:
+    """The model states of a save.
 
     Args:
         folder: Of the save.
@@ -60,13 +83,6 @@ def model_files(folder: Path, found: Mapping[str, Ranks]) -> tuple[list[list[Fil
     Raises:
         MissingFileError, IndexMismatchError, FormatError: As `read`.
     """
-    if found["layer"]:
-        raise FormatError(
-            "a save holds its weights in files of model states",
-            where=str(folder / next(iter(found["layer"].values()))),
-            equation="weights lie in a file a layer: a PipelineModule",
-            hint="load it with DeepSpeed and save the module's state_dict; pipelines are not read",
-        )
     kinds = [kind for kind in ("model", "model3") if found[kind]]
     if len(kinds) != 1:
         raise MissingFileError(
@@ -78,54 +94,53 @@ def model_files(folder: Path, found: Mapping[str, Ranks]) -> tuple[list[list[Fil
             hint="give the folder of one save (its tag), such as global_step100, or the one with 'latest'",
         )
     names = found[kinds[0]]
-    tp = max(key[0] for key in names) + 1
     first = load(folder, names[min(names)], allow=MODEL)
-    said_tp, said_dp = _degrees(folder, first)
+    tp, pp, dp = degrees_of(folder, first, found["layer"])
+    files = range(tp * pp)
     if kinds == ["model"]:
-        complete(folder, names, [(k,) for k in range(max(tp, said_tp))], "mp_rank_{0:02d}_model_states.pt")
-        dp = said_dp
+        complete(folder, names, [(m,) for m in files], "mp_rank_{0:02d}_model_states.pt")
     else:
-        dp = max(said_dp, max(key[1] for key in names) + 1)
-        wanted = [(k, d) for k in range(max(tp, said_tp)) for d in range(dp)]
+        wanted = [(m, d) for m in files for d in range(dp)]
         complete(folder, names, wanted, "zero_pp_rank_{1}_mp_rank_{0:02d}_model_states.pt")
-    if (tp, dp) != (said_tp, said_dp):
-        raise IndexMismatchError(
-            "a save has as many files as it says that it had ranks",
-            where=str(folder / first.name),
-            equation=f"it says tp({said_tp}), dp({said_dp}); files are of tp({tp}), dp({dp})",
-            hint="two saves at other degrees were written into one folder; take away the older one",
-        )
-    grid = [
-        [
-            first if key == min(names) else load(folder, names[key], allow=MODEL)
-            for key in names
-            if key[0] == k
-        ]
-        for k in range(tp)
-    ]
-    for files in grid:
-        for file in files:
+    values = {key: first if key == min(names) else load(folder, names[key], allow=MODEL) for key in names}
+    grid = tuple(tuple(values[key] for key in sorted(values) if key[0] == m) for m in files)
+    for row in grid:
+        for file in row:
             _alike(folder, first, file)
-    return grid, Degrees(tp, dp, 3 if kinds == ["model3"] else 0)
+    degrees = Degrees(tp, pp, dp, 3 if kinds == ["model3"] else 0)
+    if not found["layer"]:
+        modules = tuple({k: (row[0].name, v) for k, v in _module(folder, row[0]).items()} for row in grid)
+        return Models(degrees, grid, modules)
+    layers, by_rank = layers_of(folder, found["layer"], tp)
+    shapes = [
+        {name: shape for group in groups_of(folder, row[0]) for name, shape in group.items()}
+        if row[0].value.get("param_shapes") is not None
+        else {}
+        for row in grid
+    ]
+    tables = tuple(
+        stage_module(folder, by_rank[m % tp], shapes[m], set().union(*shapes)) for m in range(tp * pp)
+    )
+    return Models(degrees, grid, tables, layers)
 
 
-def _degrees(folder: Path, file: File) -> tuple[int, int]:
+def degrees_of(folder: Path, file: File, layers: Ranks) -> tuple[int, int, int]:
+    """Tensor-, pipeline- and data-parallel degrees, as one file says them.
+
+    Older files say the first two as one product; a pipeline's layers have a file a tensor-parallel rank.
+    """
     value = file.value
-    degrees = value.get("checkpoint_parallel_dimensions")
-    pp = degrees.get("pp_degree", 1) if type(degrees) is dict else 1
-    tp, dp = value.get("mp_world_size"), value.get("dp_world_size")
-    if type(degrees) is dict and type(degrees.get("tp_degree")) is int:
-        tp = degrees["tp_degree"]
-    if type(tp) is not int or type(dp) is not int or min(tp, dp) < 1:
-        raise broken(folder / file.name, f"mp_world_size is {brief(tp)}, dp_world_size {brief(dp)}")
-    if pp != 1:
-        raise FormatError(
-            "the ranks of a save are tensor- and data-parallel",
-            where=str(folder / file.name),
-            equation=f"pp_degree({brief(pp)}) != 1",
-            hint="convert it with DeepSpeed's ds_to_universal, and read the universal checkpoint",
-        )
-    return tp, dp
+    said = value.get("checkpoint_parallel_dimensions")
+    both, dp = value.get("mp_world_size"), value.get("dp_world_size")
+    tp: Any = both if not layers else max(key[0] for key in layers) + 1
+    pp: Any = both // tp if type(both) is int and layers else 1
+    if type(said) is dict:
+        tp, pp = said.get("tp_degree"), said.get("pp_degree")
+    if type(dp) is not int or not all(type(degree) is int and degree > 0 for degree in (tp, pp, dp)):
+        raise broken(folder / file.name, f"degrees (tp, pp, dp) are {brief((tp, pp, dp))}")
+    if type(both) is int and both not in (tp, tp * pp):
+        raise broken(folder / file.name, f"mp_world_size({both}) is neither tp({tp}) nor tp * pp({tp * pp})")
+    return tp, pp, dp
 
 
 def _alike(folder: Path, first: File, file: File) -> None:
@@ -174,29 +189,28 @@ def named_shapes(folder: Path, file: File, value: Any, what: str) -> dict[str, t
     return value
 
 
-def module_of(folder: Path, file: File) -> Mapping[str, Any]:
-    """The weights and buffers of a module."""
+def _module(folder: Path, file: File) -> Mapping[str, Any]:
     module = file.value.get("module")
     if type(module) is not dict or not all(type(name) is str for name in module):
         raise FormatError(
             "model states hold the weights of the module",
             where=str(folder / file.name),
             equation=f"module is {brief(module)}",
-            hint="a pipeline keeps its weights elsewhere; load it with DeepSpeed, save the state_dict",
+            hint="a pipeline's weights are in layer_* files beside it; copy the whole folder",
         )
     return module
 
 
 @dataclass(frozen=True, slots=True)
 class Untrained:
-    """What a module holds beside the weights of flat groups: buffers, frozen and shared weights.
+    """What modules hold beside the weights of flat groups: buffers, frozen and shared weights.
 
     Attributes:
         tensors: Their arrays.
         names: Their names, without ``@``.
         buffers: Those that are buffers.
         shared: The name of the weight that a weight is, by its own.
-        modules: By tensor-parallel rank what else the module holds: weights that are trained without ZeRO.
+        modules: By model-parallel rank what else the module holds: weights that are trained without ZeRO.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -206,15 +220,13 @@ class Untrained:
     modules: tuple[Mapping[str, TensorAt], ...]
 
     @classmethod
-    def of(
-        cls, folder: Path, grid: Sequence[Sequence[File]], trained: Sequence[Collection[str]] | None
-    ) -> Untrained:
-        """From the files of model states, by tensor-parallel rank.
+    def of(cls, folder: Path, models: Models, trained: Sequence[Collection[str]] | None) -> Untrained:
+        """From the files of model states.
 
         Args:
             folder: Of the save.
-            grid: Its files of model states.
-            trained: By tensor-parallel rank the weights of flat groups; ``None`` where no file says which are
+            models: Its model states.
+            trained: By model-parallel rank the weights of flat groups; ``None`` where no file says which are
                 trained: then all that are no buffers are left in ``modules``.
 
         Raises:
@@ -222,47 +234,45 @@ class Untrained:
         """
         tensors: dict[str, StoredTensor] = {}
         names: dict[str, None] = {}
-        # DeepSpeed tells shared weights by their address, and those without elements all have the same.
-        shapes = grid[0][0].value.get("frozen_param_shapes")
-        named = shapes.items() if type(shapes) is dict else ()
-        empty = {name for name, shape in named if type(shape) is tuple and 0 in shape}
-        shared = {name: owner for name, owner in shared_of(folder, grid[0][0]).items() if name not in empty}
-        buffers = _buffers(folder, grid[0][0])
-        modules = []
-        for tp, files in enumerate(grid):
-            suffix = suffix_of(tp, len(grid))
-            first, module = files[0], module_of(folder, files[0])
-            mine = () if trained is None else trained[tp]
-            frozen = {}
-            if first.value.get("frozen_param_shapes") is not None:
-                value = first.value["frozen_param_shapes"]
-                frozen = named_shapes(folder, first, value, "frozen_param_shapes")
-            rest: dict[str, TensorAt] = {}
-            for name, tensor in module.items():
-                if name in mine and name in shared:
-                    raise broken(folder / first.name, f"weight {name!r} is trained, and is {shared[name]!r}")
-                if name in mine or name in frozen:
+        shared = shared_of(folder, models.grid[0][0])
+        buffers = {name: None for row in models.grid for name in _buffers(folder, row[0])}
+        every = set() if trained is None else {name for mine in trained for name in mine}
+        left = []
+        for rank, (files, module) in enumerate(zip(models.grid, models.modules, strict=True)):
+            suffix, first = models.suffix(rank), files[0]
+            frozen = _frozen_shapes(folder, first)
+            rest: dict[str, tuple[str, TensorAt]] = {}
+            for name, (where, tensor) in module.items():
+                if name in every and name in shared:
+                    raise broken(folder / where, f"weight {name!r} is trained, and is {shared[name]!r}")
+                if name in every or name in frozen:
                     continue
                 if type(tensor) is not TensorAt:
-                    _check_extra(folder, first, name, tensor)
+                    _check_extra(folder, where, name, tensor)
+                elif name in shared:
+                    _check_shared(folder, where, name, tensor, module.get(shared[name]))
+                else:
+                    rest[name] = where, tensor
+            left.append({name: tensor for name, (_, tensor) in rest.items() if name not in buffers})
+            for name, (where, tensor) in rest.items():
+                if trained is None and name not in buffers:
                     continue
-                if name in shared:
-                    _check_shared(folder, first, name, tensor, module.get(shared[name]))
-                    continue
-                rest[name] = tensor
-            modules.append({name: tensor for name, tensor in rest.items() if name not in buffers})
-            kept = rest if trained is not None else {n: t for n, t in rest.items() if n in buffers}
-            for name, tensor in kept.items():
                 if name not in buffers:
-                    _check_values(folder, first, name, tensor)
-                tensors[f"{name}{suffix}"] = whole(f"{name}{suffix}", first.name, tensor)
+                    _check_values(folder, where, name, tensor)
+                tensors.setdefault(f"{name}{suffix}", whole(f"{name}{suffix}", where, tensor))
                 names[name] = None
             for name, shape in frozen.items():
-                if name in shared:
-                    continue
-                tensors[f"{name}{suffix}"] = _frozen(folder, files, name, shape, f"{name}{suffix}")
-                names[name] = None
-        return cls(tensors, tuple(names), tuple(b for b in buffers if b in names), shared, tuple(modules))
+                if name not in shared:
+                    key = f"{name}{suffix}"
+                    tensors[key] = _frozen(folder, files, module.get(name), name, shape, key)
+                    names[name] = None
+        kept = tuple(name for name in buffers if name in names)
+        return cls(tensors, tuple(names), kept, shared, tuple(left))
+
+
+def _frozen_shapes(folder: Path, file: File) -> dict[str, tuple[int, ...]]:
+    value = file.value.get("frozen_param_shapes")
+    return {} if value is None else named_shapes(folder, file, value, "frozen_param_shapes")
 
 
 def shared_of(folder: Path, file: File) -> dict[str, str]:
@@ -270,7 +280,9 @@ def shared_of(folder: Path, file: File) -> dict[str, str]:
     found = file.value.get("shared_params") or {}
     if type(found) is not dict or not all(type(part) is str for pair in found.items() for part in pair):
         raise broken(folder / file.name, f"shared_params is {brief(found)}")
-    return found
+    # DeepSpeed tells them by their address, and weights without elements all have the same.
+    empty = {name for name, shape in _frozen_shapes(folder, file).items() if 0 in shape}
+    return {name: owner for name, owner in found.items() if name not in empty}
 
 
 def _buffers(folder: Path, file: File) -> dict[str, None]:
@@ -280,62 +292,70 @@ def _buffers(folder: Path, file: File) -> dict[str, None]:
     return dict.fromkeys(found)
 
 
-def _check_extra(folder: Path, file: File, name: str, value: Any) -> None:
+def _check_extra(folder: Path, where: str, name: str, value: Any) -> None:
     """A module's own extra state is no weight; TransformerEngine keeps ``None`` or bytes there."""
     if not name.endswith("_extra_state"):
-        raise broken(folder / file.name, f"module entry {name!r} is {brief(value)}, not a tensor")
+        raise broken(folder / where, f"module entry {name!r} is {brief(value)}, not a tensor")
 
 
-def _check_shared(folder: Path, file: File, name: str, tensor: TensorAt, owner: TensorAt | None) -> None:
+def _check_shared(
+    folder: Path, where: str, name: str, tensor: TensorAt, owner: tuple[str, Any] | None
+) -> None:
     """A shared weight holds the bytes of the one that it is."""
     if tensor.shape == (0,) or owner is None:  # the placeholder of ZeRO-3
         return
-    if not same_bytes(folder, file.name, tensor, owner):
+    if where != owner[0] or type(owner[1]) is not TensorAt or not same_bytes(folder, where, tensor, owner[1]):
         raise IndexMismatchError(
             "a shared weight is the weight that it is shared with",
-            where=f"{folder / file.name}, weight {name!r}",
+            where=f"{folder / where}, weight {name!r}",
             equation="its bytes are not those of the other one",
             hint="the file was edited; tie the weights and save again",
         )
 
 
-def _check_values(folder: Path, file: File, name: str, tensor: TensorAt) -> None:
+def _check_values(folder: Path, where: str, name: str, tensor: TensorAt) -> None:
     """A weight of a ZeRO-3 module that no group and no fragment holds has its values here, or nowhere."""
-    if tensor.shape == (0,) and file.name.startswith("zero_"):
+    if tensor.shape == (0,) and where.startswith("zero_"):
         raise IndexMismatchError(
             "each weight of a module lies in a flat group or in fragments",
-            where=f"{folder / file.name}, weight {name!r}",
+            where=f"{folder / where}, weight {name!r}",
             equation="an empty placeholder, and in neither param_shapes nor frozen_param_shapes",
             hint="save without exclude_frozen_parameters",
         )
 
 
-def _frozen(folder: Path, files: Sequence[File], name: str, shape: tuple[int, ...], key: str) -> StoredTensor:
+def _frozen(
+    folder: Path,
+    files: Sequence[File],
+    held: tuple[str, Any] | None,
+    name: str,
+    shape: tuple[int, ...],
+    key: str,
+) -> StoredTensor:
     """A frozen weight: whole in the module up to ZeRO-2, a fragment a rank in ZeRO-3."""
-    first = files[0]
+    module = held[1] if held is not None and type(held[1]) is TensorAt else None
     if not math.prod(shape):
-        empty = module_of(folder, first).get(name)
-        return StoredTensor(key, empty.dtype if type(empty) is TensorAt else "float32", shape, ())
+        return StoredTensor(key, "float32" if module is None else module.dtype, shape, ())
     fragments = [_fragment(folder, file, name) for file in files]
+    dtype = fragments[0].dtype
+    if held is not None and module is not None and (module.shape, module.dtype) == (shape, dtype):
+        return whole(key, held[0], module)
     if len(files) == 1 and fragments[0].shape == shape:
-        held = module_of(folder, first).get(name)
-        if type(held) is TensorAt and (held.shape, held.dtype) == (shape, fragments[0].dtype):
-            return whole(key, first.name, held)
-        return whole(key, first.name, fragments[0])
+        return whole(key, files[0].name, fragments[0])
     numel = math.prod(shape)
     slot, extents = -(-numel // len(files)), list[Extent]()
     for rank, (file, fragment) in enumerate(zip(files, fragments, strict=True)):
-        if fragment.shape != (slot,) or fragment.strides is not None or fragment.dtype != fragments[0].dtype:
+        if fragment.shape != (slot,) or fragment.strides is not None or fragment.dtype != dtype:
             raise IndexMismatchError(
                 "each rank holds its fragment of a frozen weight",
                 where=f"{folder / file.name}, weight {name!r} of shape {shape}",
                 equation=f"{fragment.dtype} of shape {fragment.shape} on rank {rank}, "
-                f"{fragments[0].dtype} of shape ({slot},) expected",
+                f"{dtype} of shape ({slot},) expected",
                 hint="files of two saves were mixed; copy the whole folder again",
             )
         low, high = min(rank * slot, numel), min((rank + 1) * slot, numel)
-        extents += interval(shape, low, high, file.name, fragment.start, fragment.dtype)
-    return StoredTensor(key, fragments[0].dtype, shape, tuple(extents))
+        extents += interval(shape, low, high, file.name, fragment.start, dtype)
+    return StoredTensor(key, dtype, shape, tuple(extents))
 
 
 def _fragment(folder: Path, file: File, name: str) -> TensorAt:

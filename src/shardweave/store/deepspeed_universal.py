@@ -48,7 +48,15 @@ from shardweave.store.deepspeed_files import (
     tag_folder,
     whole,
 )
-from shardweave.store.deepspeed_models import Untrained, groups_of, rest_of_models, shared_of
+from shardweave.store.deepspeed_models import (
+    Degrees,
+    Models,
+    Untrained,
+    degrees_of,
+    groups_of,
+    rest_of_models,
+    shared_of,
+)
 from shardweave.store.manifest import Manifest, StoredTensor
 from shardweave.store.optimizer import OptimizerRecord
 from shardweave.store.paths import check_name
@@ -101,7 +109,7 @@ def read(root: Path) -> Manifest:
     shapes = [groups_of(folder, files[0]) for files in grid]
     groups = _groups(folder, shapes, first)
     trained = {name for group in groups for name in group}
-    untrained = _untrained(folder, grid, trained)
+    untrained = _untrained(folder, grid, degrees, trained)
     shared = shared_of(folder, first)
     names = _folders(folder)
     tensors: dict[str, StoredTensor] = {}
@@ -189,12 +197,7 @@ def _models(folder: Path) -> tuple[list[list[File]], dict[str, int]]:
     # Those of ZeRO-3 may lie beside the others, for an engine that asks for them, and say the same.
     names = found[kinds[0]]
     first = load(folder, names[min(names)], allow=MODEL)
-    said = first.value.get("checkpoint_parallel_dimensions")
-    pp = said.get("pp_degree", 1) if type(said) is dict else 1
-    tp: Any = said.get("tp_degree") if type(said) is dict else first.value.get("mp_world_size")
-    dp: Any = first.value.get("dp_world_size")
-    if not all(type(degree) is int and degree > 0 for degree in (tp, pp, dp)):
-        raise broken(folder / first.name, f"degrees are {brief((tp, pp, dp))}")
+    tp, pp, dp = degrees_of(folder, first, {})
     count = max(tp * pp, max(key[0] for key in names) + 1)
     pattern = "mp_rank_{0:02d}_model_states.pt"
     wanted: list[tuple[int, ...]] = [(k,) for k in range(count)]
@@ -226,10 +229,20 @@ def _groups(folder: Path, shapes: Sequence[Sequence[Mapping[str, Any]]], first: 
     return [list(dict.fromkeys(n for rank in shapes for n in rank[g])) for g in range(len(shapes[0]))]
 
 
-def _untrained(folder: Path, grid: Sequence[Sequence[File]], trained: Collection[str]) -> Untrained:
-    if all(type(files[0].value.get("module")) is dict for files in grid):
-        return Untrained.of(folder, grid, [trained] * len(grid))
-    return Untrained({}, (), (), {}, ())
+def _untrained(
+    folder: Path, grid: Sequence[Sequence[File]], degrees: Mapping[str, int], trained: Collection[str]
+) -> Untrained:
+    """What the module's files hold beside trained weights; those of a pipeline hold none."""
+    modules = [row[0].value.get("module") for row in grid]
+    if not all(type(module) is dict for module in modules):
+        return Untrained({}, (), (), {}, ())
+    located = tuple(
+        {name: (row[0].name, value) for name, value in (module or {}).items()}
+        for row, module in zip(grid, modules, strict=True)
+    )
+    stage = 3 if grid[0][0].name.startswith("zero_") else 0
+    models = Models(Degrees(**degrees, stage=stage), tuple(map(tuple, grid)), located)
+    return Untrained.of(folder, models, [trained] * len(grid))
 
 
 def _folders(folder: Path) -> dict[str, tuple[str, ...]]:
