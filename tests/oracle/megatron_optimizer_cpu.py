@@ -251,7 +251,7 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
     at = 0
     try:
         if "checkpoint" in case:
-            step(case, wrapped, optimizer, 99)  # what is there must be overwritten
+            push(wrapped, optimizer, 99)  # what is there must be overwritten
             common = dist_checkpointing.load_common_state_dict(case["checkpoint"])
             metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or metadata
             wanted = {"model": model.sharded_state_dict(metadata=metadata)}

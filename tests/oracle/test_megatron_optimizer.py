@@ -14,12 +14,14 @@ import torch
 from rank_processes import run
 from safetensors.torch import load_file
 
-from shardweave.convert import open_checkpoint
+from shardweave.convert import convert, open_checkpoint, prepare
 from shardweave.convert.convert import states
+from shardweave.convert.target import Geometry
 from shardweave.errors import ReplicaError
 from shardweave.store import megatron_optimizer, torch_dist
 from shardweave.store.manifest import Manifest, TensorSpec
 from shardweave.store.megatron_groups import common_of
+from shardweave.store.optimizer import OptimizerRecord
 from shardweave.store.read import Reader
 from shardweave.store.torch_dist_write import allocate, finish
 
@@ -127,8 +129,11 @@ def check_ranks(folder: Path, name: str, ranks: int, view: Manifest, *, degrees:
     return num
 
 
-def rewritten(source: Path, target: Path, *, expert_parallel: bool = False) -> None:
-    """The same weights and states through the store's own writers, with everything that is carried."""
+def rewritten(source: Path, target: Path, *, of_torch: bool = False) -> None:
+    """The same weights and states through the store's own writers, with everything that is carried.
+
+    ``of_torch`` says the settings in torch's words alone, as a run outside Megatron has them.
+    """
     view = megatron_optimizer.named(torch_dist.read(source))
     kept = megatron_optimizer.carried(view)
     trained = {
@@ -147,7 +152,14 @@ def rewritten(source: Path, target: Path, *, expert_parallel: bool = False) -> N
         ends = (0, rows), (rows, tensor.shape[0] - rows)
         halves = tuple(((at, *(0 for _ in rest)), (size, *rest)) for at, size in ends)
         specs.append(TensorSpec(key, tensor.dtype, tensor.shape, halves))
-    common = common_of(view.records["optimizer"], trained, expert_parallel=expert_parallel, kept=kept)
+    record = view.records["optimizer"]
+    if of_torch:
+        groups = [
+            {**{word: group[word] for word in ("params", "lr", "betas", "eps")}, "weight_decay": decay}
+            for group, decay in zip(record.groups, (0.1, 0.0), strict=True)
+        ]
+        record = OptimizerRecord(record.count, tuple(groups))
+    common = common_of(record, trained, kept=kept)
     extra = {
         key: torch_dist.object_bytes(view, key) for key in view.records["objects"] if "._extra_state/" in key
     }
@@ -185,11 +197,13 @@ def gone_on(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rewritten folder, loaded at other degrees; and all of the training at another DP."""
     folder = tmp_path_factory.mktemp("gone_on")
     rewritten(begun / "saved", folder / "written")
+    rewritten(begun / "saved", folder / "of torch", of_torch=True)
     loaded = {"kind": "gqa", "checkpoint": str(folder / "written"), "at": 2, "more": 3}
     cases = [
         {**BEGUN, "name": "uninterrupted"},
         {**loaded, "name": "dp4", "tp": 1},
         {**loaded, "name": "tp2", "tp": 2},
+        {**loaded, "name": "of torch", "tp": 2, "checkpoint": str(folder / "of torch")},
     ]  # fmt: skip
     run(SCRIPT, cases, folder, world_size=4, limit_s=200, preload="megatron_adam")
     return folder
@@ -210,8 +224,9 @@ class TestFullyReshardable:
         assert truth.keys() == found.keys()
         assert all(found[key].tobytes() == value.tobytes() for key, value in truth.items())
 
-    def test_the_real_optimizer_loads_it_at_another_tp(self, begun: Path, gone_on: Path) -> None:
-        truth, found = whole(begun, "dp2", 2), whole(gone_on, "tp2", 4)
+    @pytest.mark.parametrize("name", ["tp2", "of torch"])
+    def test_the_real_optimizer_loads_it_at_another_tp(self, begun: Path, gone_on: Path, name: str) -> None:
+        truth, found = whole(begun, "dp2", 2), whole(gone_on, name, 4)
         assert truth.keys() == found.keys()
         assert all(found[key].tobytes() == value.tobytes() for key, value in truth.items())
 
@@ -220,7 +235,6 @@ class TestFullyReshardable:
         other = report(gone_on, "uninterrupted", 0)["more"]
         noise = max(abs(a - b) for a, b in zip(ours, other, strict=True))
         at_dp4 = [abs(a - b) for a, b in zip(report(gone_on, "dp4", 0)["more"], ours, strict=True)]
-        print(ours, other, report(gone_on, "dp4", 0)["more"], report(gone_on, "tp2", 0)["more"])
         assert max(at_dp4) <= noise
 
     def test_what_all_ranks_share_comes_back(self, gone_on: Path) -> None:
@@ -305,3 +319,38 @@ def test_shifted_states_of_megatron_are_refused(saved: Path) -> None:
         states(source)
     with pytest.raises(AssertionError):
         check_ranks(saved, "several buckets, whole", 4, source.manifest, degrees=(1, 1, 2))
+
+
+# --- from every form into jobs of other degrees ---------------------------------------------------
+
+MOVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "spread experts to whole ones": ("ep2", {"kind": "moe", "tp": 1}),
+    "several buckets to one": ("tp2 ep2, several buckets", {"kind": "moe", "tp": 1, "ep": 4}),
+    "folders of ranks to tp4": (
+        "older, tp2 pp2, tied, several buckets",
+        {"kind": "gqa", "tp": 4, "tied": True},
+    ),
+    "no distributed optimizer to one": ("older, ep2, not distributed", {"kind": "moe", "tp": 2, "ep": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def moved(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What jobs saved, converted for others and loaded by them."""
+    folder = tmp_path_factory.mktemp("moved")
+    cases = []
+    for name, (source, job) in MOVES.items():
+        etp = 1 if job["kind"] == "moe" else None
+        geometry = Geometry(tp=job["tp"], ep=job.get("ep", 1), etp=etp, spec="local", vocab_divisor=1)
+        plan = prepare(saved / source, to="megatron", config=config_of(job), geometry=geometry)
+        convert(plan, folder / name, fsync=False)
+        cases.append({**job, "name": name, "checkpoint": str(folder / name), "at": 2})
+    run(SCRIPT, cases, folder, world_size=4, limit_s=240, preload="megatron_adam")
+    return folder
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_job_of_other_degrees_loads_what_was_converted(saved: Path, moved: Path, name: str) -> None:
+    source, job = MOVES[name]
+    view = open_checkpoint(saved / source, config=config_of(job)).manifest
+    assert check_ranks(moved, name, 4, view, degrees=(job["tp"], 1, job.get("ep", 1))) > 4 * 60
