@@ -106,7 +106,7 @@ THREE: dict[str, Case] = {
     },
     "llama-inference-grain": Case("llama", INFERENCE, TIED, {"grain": 4}, hooks=HEAD),
     "gpt_bigcode-inference": Case("gpt_bigcode", INFERENCE, hooks=FUSED + HEAD),
-    "bloom-inference": Case("bloom", INFERENCE, computes="fails", hooks=FUSED + HEAD),
+    "bloom-inference": Case("bloom", INFERENCE, hooks=FUSED + HEAD),
     "falcon-inference": Case("falcon", INFERENCE, {"num_kv_heads": 3}, hooks=FUSED + HEAD),
     "phi3-inference": Case(
         "phi3", INFERENCE, PHI3, computes="fails", hooks=(*FUSED[:1], "GateUpPack_LinearLayer", *HEAD)
@@ -115,7 +115,7 @@ THREE: dict[str, Case] = {
 TWO = {
     "codegen-inference": Case("codegen", INFERENCE, hooks=FUSED + HEAD),
     "gptj-inference-tied": Case("gptj", INFERENCE, TIED, {"grain": 8}, hooks=HEAD),
-    "bloom-two": Case("bloom", INFERENCE, computes="fails", hooks=FUSED + HEAD),
+    "bloom-two": Case("bloom", INFERENCE, hooks=FUSED + HEAD),
 }
 CASES = {name: (tp, case) for tp, cases in ((3, THREE), (2, TWO)) for name, case in cases.items()}
 
