@@ -203,7 +203,10 @@ def play(case: Case, out: Path, rank: int) -> None:
     torch.manual_seed(5 + (0 if case.get("llama") else rank % tp))  # AutoTP cuts a model that all ranks have
     model = llama() if case.get("llama") else pipeline(case) if case.get("stages") else Model(case)
     if case.get("experts"):  # ranks hold other experts
-        torch.manual_seed(70 + rank % case["experts"]["ep"])
+        ep, world = case["experts"]["ep"], dist.get_world_size()
+        adjacent = case.get("config", {}).get("use_data_before_expert_parallelism")
+        own = rank // (world // ep) if adjacent else rank % ep
+        torch.manual_seed(70 + own)
         for name, param in model.named_parameters():
             if "experts" in name:
                 torch.nn.init.normal_(param, std=0.3)
@@ -245,8 +248,7 @@ def play(case: Case, out: Path, rank: int) -> None:
     def rename(name: str) -> str:
         before, mark, after = name.partition("deepspeed_experts.")
         number, _, rest = after.partition(".")
-        own = rank % case["experts"]["ep"] * local if mark else 0
-        return f"{before}{mark}{int(number) + own}.{rest}" if mark else name
+        return f"{before}{mark}{int(number) + own * local}.{rest}" if mark else name
 
     save_file(truth(engine, case, rename), out / f"{case['name']}.rank{rank}.safetensors")
     engine.save_checkpoint(out / case["name"], tag="saved", client_state={"note": {"epoch": 3}})
