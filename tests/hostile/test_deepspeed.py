@@ -119,6 +119,29 @@ def test_what_is_not_read_is_refused(tmp_path: Path, name: str) -> None:
         deepspeed.read(folder)
 
 
+@pytest.mark.parametrize("count", [10**18, 0, -1, True, "2"])
+def test_a_number_of_ranks_is_not_believed(tmp_path: Path, count: Any) -> None:
+    folder = copied("ds_zero1", tmp_path)
+    edit(folder / "mp_rank_00_model_states.pt", lambda value: value.update(dp_world_size=count))
+    with pytest.raises(FormatError):
+        deepspeed.read(folder)
+
+
+def test_what_is_recognised(tmp_path: Path) -> None:
+    for stage in (1, 2, 3):
+        root = DATA / f"ds_zero{stage}"
+        assert deepspeed.is_deepspeed(root)
+        assert deepspeed.is_deepspeed(root / "step2")
+        assert deepspeed_universal.is_universal(root)
+        assert deepspeed_universal.is_universal(root / "universal")
+        assert not deepspeed.is_deepspeed(root / "universal")
+        assert not deepspeed_universal.is_universal(root / "step2")
+    (tmp_path / "latest").write_text("what another tool wrote: 7")
+    for folder in (tmp_path, tmp_path / "nowhere", DATA / "hf_llama_tied_tiny", DATA / "mc_gqa_tp1"):
+        assert not deepspeed.is_deepspeed(folder)
+        assert not deepspeed_universal.is_universal(folder)
+
+
 @pytest.mark.parametrize(
     ("tag", "error"), [("../step2", PathError), ("/tmp", PathError), ("step3", MissingFileError)]
 )

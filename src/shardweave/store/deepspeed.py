@@ -46,6 +46,7 @@ from shardweave.store.deepspeed_files import (
     listed,
     load,
     plain,
+    saved_folder,
     stage_of,
     tag_folder,
     whole,
@@ -83,11 +84,10 @@ _FLAT: Final = frozenset(
 
 def is_deepspeed(root: Path) -> bool:
     """Whether a folder is that of a save of DeepSpeed's engine, or holds ``latest`` and such a folder."""
-    if not root.is_dir():
+    folder = saved_folder(Path(root), LATEST)
+    if folder is None or (folder / "zero").is_dir():
         return False
-    if (root / LATEST).is_file():
-        root = tag_folder(root, LATEST)
-    return any(root.glob("*mp_rank_*_model_states.pt")) and not (root / "zero").is_dir()
+    return any(folder.glob("*mp_rank_*_model_states.pt"))
 
 
 def read(root: Path) -> Manifest:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardweave.errors import FormatError, IndexMismatchError, MissingFileError
+from shardweave.errors import FormatError, IndexMismatchError, MissingFileError, PathError
 from shardweave.layout.box import flat_boxes
 from shardweave.store import torch_save
 from shardweave.store.manifest import ITEMSIZE, Extent, StoredTensor
@@ -67,12 +67,12 @@ _TAG_BYTES: Final = 4096
 _PIECE: Final = 1 << 22
 
 _KINDS: Final = {
-    "model": r"mp_rank_(?P<tp>\d+)_model_states\.pt",
-    "model3": r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<tp>\d+)_model_states\.pt",
-    "optim": r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<tp>\d+)_optim_states\.pt",
-    "expert": r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<tp>\d+)_model_states\.pt",
-    "expert_optim": r"expp_rank_(?P<dp>\d+)_mp_rank_(?P<tp>\d+)_optim_states\.pt",
-    "layer": r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt",
+    "model": r"mp_rank_(?P<tp>\d{1,6})_model_states\.pt",
+    "model3": r"zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<tp>\d{1,6})_model_states\.pt",
+    "optim": r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<tp>\d{1,6})_optim_states\.pt",
+    "expert": r"layer_(?P<layer>\d{1,6})_expert_(?P<expert>\d{1,6})_mp_rank_(?P<tp>\d{1,6})_model_states\.pt",
+    "expert_optim": r"expp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<tp>\d{1,6})_optim_states\.pt",
+    "layer": r"layer_(?P<layer>\d{1,6})(?:-model_(?P<tp>\d{1,6}))?-model_states\.pt",
 }  # fmt: skip
 
 
@@ -111,6 +111,22 @@ def tag_folder(root: Path, tracker: str) -> Path:
             hint="give the folder of another save; DeepSpeed writes the tracker last, so this one was moved",
         )
     return folder
+
+
+def saved_folder(root: Path, tracker: str) -> Path | None:
+    """The folder of a save that is to be recognised, or ``None`` where the tracker is not DeepSpeed's.
+
+    Raises:
+        PathError, MissingFileError: It is, and names no folder beside it.
+    """
+    if not root.is_dir():
+        return None
+    try:
+        return tag_folder(root, tracker)
+    except (PathError, MissingFileError):
+        if any(root.glob("*/*mp_rank_*_model_states.pt")):
+            raise
+        return None
 
 
 def listed(folder: Path) -> dict[str, dict[tuple[int, ...], str]]:

@@ -37,6 +37,9 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
+_MAX_RANKS = 1 << 20
+"""More than anybody has; the files of so many are counted before any is opened."""
+
 Module = Mapping[str, tuple[str, Any]]
 """The entries of a module by name: the file that each lies in, and what it is there."""
 
@@ -138,6 +141,8 @@ def degrees_of(folder: Path, file: File, layers: Ranks) -> tuple[int, int, int]:
         tp, pp = said.get("tp_degree"), said.get("pp_degree")
     if type(dp) is not int or not all(type(degree) is int and degree > 0 for degree in (tp, pp, dp)):
         raise broken(folder / file.name, f"degrees (tp, pp, dp) are {brief((tp, pp, dp))}")
+    if tp * pp * dp > _MAX_RANKS:
+        raise broken(folder / file.name, f"tp({tp}) * pp({pp}) * dp({dp}) > {_MAX_RANKS} ranks")
     if type(both) is int and both not in (tp, tp * pp):
         raise broken(folder / file.name, f"mp_world_size({both}) is neither tp({tp}) nor tp * pp({tp * pp})")
     return tp, pp, dp

@@ -43,6 +43,7 @@ from shardweave.store.deepspeed_files import (
     members_of,
     number,
     plain,
+    saved_folder,
     settings,
     stage_of,
     tag_folder,
@@ -82,11 +83,10 @@ _OF_RANK: Final = frozenset(
 
 def is_universal(root: Path) -> bool:
     """Whether a folder is a universal checkpoint, or holds ``latest_universal`` and one."""
-    if not root.is_dir():
+    folder = saved_folder(Path(root), LATEST)
+    if folder is None or not (folder / ZERO).is_dir():
         return False
-    if (root / LATEST).is_file():
-        root = tag_folder(root, LATEST)
-    return (root / ZERO).is_dir() and any(root.glob("*mp_rank_*_model_states.pt"))
+    return any(folder.glob("*mp_rank_*_model_states.pt"))
 
 
 def read(root: Path) -> Manifest:
