@@ -322,36 +322,38 @@ def test_deepspeed_goes_on_from_what_is_written(world_size: int, trained: Any, t
             check(found[out], expected[out], untrained=native_one)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_tensor_parallel_ranks_get_their_own(tmp_path: Path) -> None:
-    """Two tensor-parallel ranks with weights of their own, times two data-parallel ones, at each stage."""
+    """Two tensor-parallel ranks with weights of their own, times two data-parallel ones, at each stage.
+
+    A universal checkpoint holds weights whole; DeepSpeed cuts them along the dim that stands beside them.
+    """
     case: Case = {"tp": 2, "groups": 2, "stage": 1, "steps": UPDATES, "then": THEN, "out": "trained"}
     held = play([case], tmp_path / "trained", world_size=4)["trained"]
     assert not torch.equal(held[0]["fp32"]["head.weight"], held[1]["fp32"]["head.weight"])
+    case |= {"steps": 0, "skip": UPDATES}
     cases = []
     for stage in (1, 2, 3):
-        arrays = {}
-        for name in arrays_of(held[0], masters="instead" if stage == 3 else "beside"):
-            for rank in range(2):
-                arrays[f"{name}@{rank}"] = arrays_of(
-                    held[rank], masters="instead" if stage == 3 else "beside"
-                )[name]
+        ranks = [arrays_of(one, masters="instead" if stage == 3 else "beside") for one in held[:2]]
+        arrays = {f"{name}@{rank}": ranks[rank][name] for name in ranks[0] for rank in range(2)}
         path = native(tmp_path / f"zero{stage}", arrays, Zero(stage, 2, tp=2), records_of(held[0]))
+        cases.append({**case, "stage": stage, "load": str(path), "spoil": True, "out": f"native{stage}"})
+    dims = {name: int("down" in name) for name in held[0]["fp32"]}
+    whole = dict(held[0])
+    for key in ("fp32", *states_of(whole)):
+        whole[key] = {
+            name: torch.cat([one[key][name] for one in held[:2]], dim) for name, dim in dims.items()
+        }
+    parts = {name: {"cat_dim": dim} for name, dim in dims.items()}
+    path = universal(tmp_path / "universal", whole, {**records_of(whole), "parts": parts})
+    for stage in (1, 2):
         cases.append(
-            {
-                **case,
-                "stage": stage,
-                "steps": 0,
-                "skip": UPDATES,
-                "load": str(path),
-                "spoil": True,
-                "out": f"{stage}",
-            }
+            {**case, "stage": stage, "load": str(path), "universal": True, "out": f"universal{stage}"}
         )
     found = play(cases, tmp_path / "resumed", world_size=4)
-    for stage in (1, 2, 3):
+    for one in cases:
         for rank in range(4):
-            check(found[f"{stage}"][rank : rank + 1], held[rank])
+            check(found[one["out"]][rank : rank + 1], held[rank], untrained="native" in one["out"])
 
 
 def test_client_state_and_settings_come_back(trained: Any, folder: Path, tmp_path: Path) -> None:
