@@ -24,6 +24,8 @@ from torch import nn
 from shardweave.dialects import deepspeed
 from shardweave.layout import Layout, Mesh
 from shardweave.models import from_config
+from shardweave.store.layout_file import read_layout, write_layout
+from shardweave.testing import probe_model
 
 pytestmark = pytest.mark.peer("deepspeed")
 
@@ -281,3 +283,32 @@ def test_a_layer_that_is_not_put_in_is_seen(
     assert missed and sorted(differing(case, config, tp)) == sorted(
         f"{member} of rank {rank}" for member in missed for rank in range(tp)
     )
+
+
+@pytest.mark.parametrize(("name", "tp"), [("falcon", 2), ("phi3", 3), ("chatglm", 2), ("yuan-odd", 2)])
+def test_a_probe_of_autotp_finds_the_layout_of_the_dialect(
+    configs: Callable[[Case], dict[str, Any]], tmp_path: Path, name: str, tp: int
+) -> None:
+    """AutoTP as a function that nobody has described: what is found, and kept in a file, is what is said."""
+    import torch
+
+    case = CASES[name]
+    config = configs(case)
+    model = from_config(config)
+
+    def partition(tensors: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+        if not any(_layer(key) for key in tensors):
+            return tensors
+        built = case.build(config)
+        with torch.no_grad():
+            for key, parameter in built.named_parameters():
+                if key in tensors:
+                    parameter.copy_(tensors[key])
+        return {key: array for key, array in theirs(built, config, ranks, rank).items() if key in tensors}
+
+    found = probe_model(partition, model, ranks=tp, dtype="float32", arrays="torch")
+    write_layout(found, tmp_path / "autotp.layout")
+    said = deepspeed.layout(model, Mesh((("tp", tp),)), way=deepspeed.INFERENCE)
+    rules = {rule.name: rule for rule in said.rules if "{layer}" in rule.name}
+    kept = {rule.name: rule for rule in read_layout(tmp_path / "autotp.layout").rules if rule.name in rules}
+    assert kept == rules
