@@ -15,6 +15,7 @@ registered one is read or made.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import traceback
@@ -34,7 +35,7 @@ from shardweave.move.transport import (
     milliseconds,
     wire_dtype,
 )
-from shardweave.move.views import Rounds, Views
+from shardweave.move.views import Place, Rounds, Views
 from shardweave.plan import Copy, Plan
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class CollectiveTransport:
                 hint="make a new group of the ranks that are left",
             )
         known = self._known.of(copies, lambda: _Round.of(plan, copies, self.rank))
-        messages = known.messages(src, dst)
+        messages = known.messages(src, dst, self.device)
         sent = sum(message.num_bytes for message in messages if message.sends)
         received = sum(message.num_bytes for message in messages if not message.sends)
         peers: Sequence[int] = [message.peer for message in messages]
@@ -170,14 +171,13 @@ class CollectiveTransport:
         leaving = [message for message in messages if message.sends]
         self._stage(arriving)
         received = [(message, self._post(message)) for message in arriving]
-        staged = [not message.goes_in_place(self.device) for message in leaving]
-        packed = [aligned(m.num_bytes) for m, needs_room in zip(leaving, staged, strict=True) if needs_room]
+        packed = [aligned(message.num_bytes) for message in leaving if message.blocks]
         self._room.begin(min(sum(packed), max([ROOM_BYTES, *packed])))
         sent: list[tuple[_Message, Any]] = []
         going: deque[tuple[range, _Message, Any]] = deque()
         at = 0
-        for message, needs_room in zip(leaving, staged, strict=True):
-            if not needs_room:
+        for message in leaving:
+            if not message.blocks:
                 sent.append((message, self._post(message)))
                 continue
             if not self._room.holds(at + aligned(message.num_bytes)):
@@ -191,9 +191,14 @@ class CollectiveTransport:
             going.append((place, message, self._post(message)))
             at = place.stop
         for message, work in received:
-            self._wait(message, work, deadline)
-            message.unpack()
-        for message, work in (*sent, *((message, work) for _, message, work in going)):
+            if message.blocks:
+                self._wait(message, work, deadline)
+                message.unpack()
+        # Nothing is left to do for the others. The last of a peer comes first: one wake-up, not one for each.
+        rest = [each for each in received if not each[0].blocks]
+        rest += [*sent, *((message, work) for _, message, work in going)]
+        rest.reverse()
+        for message, work in sorted(rest, key=lambda each: each[0].peer):
             self._wait(message, work, deadline)
         self._waits_for = []
 
@@ -214,7 +219,7 @@ class CollectiveTransport:
 
     def _stage(self, messages: Sequence[_Message]) -> None:
         """Give each message that needs it a room of its own."""
-        staged = [message for message in messages if not message.goes_in_place(self.device)]
+        staged = [message for message in messages if message.blocks]
         self._staging.begin(sum(aligned(message.num_bytes) for message in staged))
         for message in staged:
             message.stage(self._staging.take((message.num_bytes // message.dtype.itemsize,), message.dtype))
@@ -297,13 +302,13 @@ def _in_turn(messages: Sequence[_Blocks], rank: int) -> tuple[_Blocks, ...]:
     return tuple(messages[i] for i in sorted(range(len(rows)), key=rows.__getitem__))
 
 
-@dataclass(frozen=True, slots=True)
 class _Round:
     """What follows for one rank from the copies of a round: its messages, and where their blocks are."""
 
-    sent: Views
-    received: Views
-    rows: tuple[_Blocks, ...]
+    def __init__(self, sent: Views, received: Views, rows: Sequence[_Blocks]) -> None:
+        self._views, self._rows = {True: sent, False: received}, tuple(rows)
+        self._places: dict[bool, list[Place]] = {}
+        self._flat: list[Place | None] = []
 
     @classmethod
     def of(cls, plan: Plan, copies: Sequence[Copy], rank: int) -> _Round:
@@ -332,58 +337,75 @@ class _Round:
             sides[sends].append(copy)
         return cls(Views(sides[True], "src"), Views(sides[False], "dst"), _in_turn(messages, rank))
 
-    def messages(self, src: Arrays, dst: Arrays) -> list[_Message]:
-        blocks = {True: self.sent.of(lambda _: src), False: self.received.of(lambda _: dst)}
-        return [
-            _Message(
-                row.peer, row.sends, row.dtype, row.num_bytes, [blocks[row.sends][i] for i in row.numbers]
-            )
-            for row in self.rows
-        ]
+    def messages(self, src: Arrays, dst: Arrays, device: torch.device) -> list[_Message]:
+        """The messages of the round between these arrays, over a group that sends from a device."""
+        import torch
+
+        views = self._views
+        arrays = {True: views[True].arrays(lambda _: src), False: views[False].arrays(lambda _: dst)}
+        places = {side: views[side].places(arrays[side]) for side in views}
+        if any(places[side] is not self._places.get(side) for side in views):
+            self._places = places
+            self._flat = [_flat(row, places[row.sends], arrays[row.sends], device) for row in self._rows]
+        found = []
+        for row, flat in zip(self._rows, self._flat, strict=True):
+            own = arrays[row.sends]
+            if flat is not None:
+                wire, blocks = flat.of(own).view(torch.uint8), []
+            else:
+                wire, blocks = None, [places[row.sends][i].of(own) for i in row.numbers]
+            found.append(_Message(row.peer, row.sends, row.dtype, row.num_bytes, wire, blocks))
+        return found
+
+
+def _flat(
+    row: _Blocks, places: Sequence[Place], arrays: Sequence[torch.Tensor], device: torch.device
+) -> Place | None:
+    """The stretch of an array that a message is, if its blocks, as they lie, are what travels."""
+    own = [places[i] for i in row.numbers]
+    array, begin = own[0].array, own[0].begin
+    end = begin
+    for place in own:
+        if place.array != array or place.begin != end or not _is_contiguous(place):
+            return None
+        end += math.prod(place.shape)
+    if arrays[array].dtype != row.dtype or arrays[array].device != device:
+        return None
+    return Place(array, (end - begin,), (1,), begin)
+
+
+def _is_contiguous(place: Place) -> bool:
+    step = 1
+    for size, stride in zip(reversed(place.shape), reversed(place.strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 @dataclass(slots=True)
 class _Message:
-    """Blocks that are sent or received together: as they lie, or by way of ``pieces`` of ``wire``."""
+    """What is sent or received together.
+
+    Attributes:
+        wire: The bytes that travel; those of a message with ``blocks`` once it has room.
+        blocks: What is packed or unpacked; nothing where ``wire`` is a stretch of an array.
+        pieces: The blocks in ``wire``.
+    """
 
     peer: int
     sends: bool
     dtype: torch.dtype
     num_bytes: int
-    blocks: list[torch.Tensor]
+    wire: torch.Tensor | None
+    blocks: Sequence[torch.Tensor]
     pieces: Sequence[torch.Tensor] = ()
-    _wire: torch.Tensor | None = None
-
-    def goes_in_place(self, device: torch.device) -> bool:
-        """Whether the blocks, as they lie, are what travels: one, or several without a gap."""
-        first, end = self.blocks[0], self.blocks[0].data_ptr()
-        for block in self.blocks:
-            if (
-                not block.is_contiguous()
-                or block.data_ptr() != end
-                or block.dtype != self.dtype
-                or block.device != device
-                or block.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-            ):
-                return False
-            end += block.nbytes
-        return True
 
     def stage(self, room: torch.Tensor) -> None:
         """Lay all blocks one behind the other in room for them."""
-        self._wire = as_bytes(room)
+        self.wire = as_bytes(room)
         flat = room.view(self.dtype).split([block.numel() for block in self.blocks])
         self.pieces = [piece.view(block.shape) for piece, block in zip(flat, self.blocks, strict=True)]
-
-    @property
-    def wire(self) -> torch.Tensor:
-        """The bytes that travel."""
-        if self._wire is not None:
-            return self._wire
-        first = self.blocks[0]
-        if len(self.blocks) > 1:
-            first = first.as_strided((self.num_bytes // self.dtype.itemsize,), (1,))
-        return as_bytes(first)
 
     def pack(self) -> None:
         if self.sends:

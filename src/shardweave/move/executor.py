@@ -18,7 +18,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import xxhash
@@ -39,11 +40,16 @@ from shardweave.move.transport import (
 from shardweave.move.views import source_block, target_block
 from shardweave.plan import Copy, Family, Plan
 
+if TYPE_CHECKING:
+    import torch
+
 MEMORY_BYTES = 1 << 28
 """What a rank sends and receives in a round unless told otherwise: much more than a round's latency hides."""
 
 Progress = Callable[[int], None]
 """Called with the bytes that this rank moved since the last call."""
+
+_Forms = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,20 @@ class Schedule:
     local: tuple[Copy, ...]
     rounds: tuple[tuple[Copy, ...], ...]
     digest: str
+
+    @cached_property
+    def touched(self) -> tuple[_Forms, _Forms]:
+        """The arrays that the rank reads, and those that it writes, by name: their shapes and dtypes."""
+        copies = [*self.local, *itertools.chain.from_iterable(self.rounds)]
+        reads = {copy.src_name for copy in copies if copy.src_rank == self.rank}
+        writes = {copy.dst_name for copy in copies if copy.dst_rank == self.rank}
+
+        def forms(layout: Layout, names: set[str]) -> _Forms:
+            wanted = layout.arrays(self.rank) if names else {}
+            buffers = {name: wanted[name][0] for name in sorted(names)}
+            return {name: (tuple(b.shape), f"torch.{b.dtype}") for name, b in buffers.items()}
+
+        return forms(self.plan.src, reads), forms(self.plan.dst, writes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,34 +362,30 @@ def replay(
 
 def _check(steps: Schedule, src: Arrays, dst: Arrays) -> None:
     """Whether the arrays that a schedule names are those of the layouts."""
-    copies = [*steps.local, *itertools.chain.from_iterable(steps.rounds)]
-    reads = {copy.src_name for copy in copies if copy.src_rank == steps.rank}
-    writes = {copy.dst_name for copy in copies if copy.dst_rank == steps.rank}
-    for layout, names, arrays in ((steps.plan.src, reads, src), (steps.plan.dst, writes, dst)):
-        if names:
-            _check_side(layout, steps.rank, names, arrays)
+    layouts = steps.plan.src, steps.plan.dst
+    for layout, touched, arrays in zip(layouts, steps.touched, (src, dst), strict=True):
+        for name, (shape, dtype) in touched.items():
+            array = arrays.get(name)
+            if array is None or array.shape != shape or str(array.dtype) != dtype:
+                _refuse(layout, steps.rank, name, array)
 
 
-def _check_side(layout: Layout, rank: int, names: set[str], arrays: Arrays) -> None:
-    wanted = layout.arrays(rank)
-    for name in sorted(names):
-        buffer, where = wanted[name][0], f"layout {layout.name!r}, rank {rank}, {name!r}"
-        got = "nothing" if name not in arrays else f"shape{tuple(arrays[name].shape)}"
-        if got != f"shape{buffer.shape}":
-            raise PlanError(
-                "the arrays of a rank are those of its layout",
-                where=where,
-                equation=f"{got} != shape{buffer.shape}",
-                hint="give the arrays under the names and in the shapes of the layout that was planned",
-            )
-        dtype = str(arrays[name].dtype).removeprefix("torch.")
-        if dtype != buffer.dtype:
-            raise DtypeError(
-                "the arrays of a rank have the dtypes of its layout",
-                where=where,
-                equation=f"dtype({dtype}) != dtype({buffer.dtype})",
-                hint="plan with the dtype that is stored; the plan then says where values are cast",
-            )
+def _refuse(layout: Layout, rank: int, name: str, array: torch.Tensor | None) -> NoReturn:
+    buffer, where = layout.arrays(rank)[name][0], f"layout {layout.name!r}, rank {rank}, {name!r}"
+    got = "nothing" if array is None else f"shape{tuple(array.shape)}"
+    if array is None or got != f"shape{buffer.shape}":
+        raise PlanError(
+            "the arrays of a rank are those of its layout",
+            where=where,
+            equation=f"{got} != shape{buffer.shape}",
+            hint="give the arrays under the names and in the shapes of the layout that was planned",
+        )
+    raise DtypeError(
+        "the arrays of a rank have the dtypes of its layout",
+        where=where,
+        equation=f"dtype({str(array.dtype).removeprefix('torch.')}) != dtype({buffer.dtype})",
+        hint="plan with the dtype that is stored; the plan then says where values are cast",
+    )
 
 
 def _agree(steps: Schedule, rendezvous: Rendezvous) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from shardweave.layout import Box
 from shardweave.plan import Copy
@@ -34,11 +34,28 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(dim.start, dim.stop, dim.step) for dim in box.dims)
 
 
+class Place(NamedTuple):
+    """A block of an array: shape, strides and first element, in elements of the array's memory.
+
+    Attributes:
+        array: Which of several arrays.
+    """
+
+    array: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+
+    def of(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The block as a view."""
+        return arrays[self.array].as_strided(self.shape, self.strides, self.begin)
+
+
 class Views:
     """The blocks of some copies on one side, each a view of its array.
 
     To slice and permute takes longer than to make a view of known shape and strides. So where blocks lie in
-    their arrays is kept, as long as the arrays have the same shapes and strides; their memory may change.
+    their arrays is kept, as long as the arrays have the same form; their memory may change, and is not kept.
     """
 
     def __init__(self, copies: Sequence[Copy], side: Literal["src", "dst"]) -> None:
@@ -47,8 +64,8 @@ class Views:
         self._names = tuple(dict.fromkeys(names))
         numbers = {name: i for i, name in enumerate(self._names)}
         self._array = [numbers[name] for name in names]
-        self._form: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self._places: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = []
+        self._form: list[tuple[object, ...]] = []
+        self._places: list[Place] = []
 
     def of(self, held: Callable[[int], Arrays]) -> list[torch.Tensor]:
         """The blocks, in the order of the copies.
@@ -56,23 +73,30 @@ class Views:
         Args:
             held: The arrays of a rank.
         """
+        arrays = self.arrays(held)
+        return [place.of(arrays) for place in self.places(arrays)]
+
+    def arrays(self, held: Callable[[int], Arrays]) -> list[torch.Tensor]:
+        """The arrays that the blocks are of, each once."""
         ranks = {rank: held(rank) for rank in dict.fromkeys(rank for rank, _ in self._names)}
-        arrays = [ranks[rank][name] for rank, name in self._names]
-        begins = [int(array.storage_offset()) for array in arrays]
-        form = [(tuple(array.shape), array.stride()) for array in arrays]
+        return [ranks[rank][name] for rank, name in self._names]
+
+    def places(self, arrays: Sequence[torch.Tensor]) -> list[Place]:
+        """Where the blocks are in these arrays; the same list as long as the arrays have the same form."""
+        form = [(a.shape, a.stride(), a.storage_offset(), a.dtype, a.device) for a in arrays]
         if form != self._form:
             blocks = [
                 self._block(copy, {self._names[i][1]: arrays[i]})
                 for copy, i in zip(self.copies, self._array, strict=True)
             ]
             self._form, self._places = (
-                form,
+                list(form),
                 [
-                    (i, tuple(block.shape), block.stride(), int(block.storage_offset()) - begins[i])
+                    Place(i, tuple(block.shape), block.stride(), int(block.storage_offset()))
                     for block, i in zip(blocks, self._array, strict=True)
                 ],
             )
-        return [arrays[i].as_strided(shape, stride, begins[i] + at) for i, shape, stride, at in self._places]
+        return self._places
 
 
 class Rounds(Generic[T]):

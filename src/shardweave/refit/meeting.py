@@ -251,7 +251,7 @@ class Meeting:
 
     def _wait(self, phase: str, keys: Mapping[int, str]) -> Outcome | None:
         """Until all keys are there, or the turn has ended; it ends here when time is up."""
-        begin, pause, wanted = time.monotonic(), 0.0005, list(keys.values())
+        begin, wanted = time.monotonic(), list(keys.values())
         while not self._ask(lambda: self._store.check(wanted)):
             ended = self.outcome()
             if ended is None and time.monotonic() - begin > self.timeout_s:
@@ -259,8 +259,8 @@ class Meeting:
                 ended = self.end(self._late(phase, missing))
             if ended is not None:
                 return ended
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            # Who looks late keeps all others waiting: by a small part of the wait so far, and never long.
+            time.sleep(min(max(0.0005, (time.monotonic() - begin) / 32), 0.02))
         return None
 
     def _late(self, phase: str, missing: list[int]) -> TransportTimeoutError:
