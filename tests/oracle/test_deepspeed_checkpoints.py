@@ -276,3 +276,19 @@ def test_files_of_two_ranks_that_changed_places_are_found(
     (folder / "aside").rename(other)
     with pytest.raises(IndexMismatchError, match="changed places"):
         deepspeed.read(folder)
+
+
+@pytest.mark.peer("deepspeed")
+@pytest.mark.timeout(400)
+def test_a_conversion_of_its_own_keeps_the_frozen_part_of_each_rank(four: Path, tmp_path: Path) -> None:
+    # ds_to_universal writes the first rank's part as the whole weight; the module's files have both.
+    convert(four / "tp" / "saved", tmp_path / "universal", "--inject_missing_state")
+    manifest = deepspeed_universal.read(tmp_path)
+    names = manifest.records["untrained"]
+    assert names == deepspeed.read(four / "tp").records["untrained"]
+    with Reader(manifest) as reader:
+        for tp in range(2):
+            truth = load_file(four / f"tp.rank{tp}.safetensors")
+            for name in names:
+                assert reader.load(f"{name}@{tp}").tobytes() == raw(truth[name]), name
+        assert not (reader.load("blocks.1.frozen.weight@0") == reader.load("blocks.1.frozen.weight@1")).all()
