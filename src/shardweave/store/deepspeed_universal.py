@@ -339,7 +339,7 @@ def _fits(shape: tuple[int, ...], told: Sequence[tuple[int, ...]], meta: Mapping
 def _settings(folder: Path, file: File, groups: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
     """Groups of parameters. Of ZeRO-3 each lists the flat sub-groups that it is; of others it is one."""
     found = file.value.get("param_groups")
-    if found is None:
+    if found is None or found == []:  # weights alone were converted
         return [{"params": list(names)} for names in groups]
     if type(found) is not list or not all(type(group) is dict for group in found):
         raise broken(folder / file.name, f"param_groups is {brief(found)}")
