@@ -191,14 +191,9 @@ class CollectiveTransport:
             going.append((place, message, self._post(message)))
             at = place.stop
         for message, work in received:
-            if message.blocks:
-                self._wait(message, work, deadline)
-                message.unpack()
-        # Nothing is left to do for the others. The last of a peer comes first: one wake-up, not one for each.
-        rest = [each for each in received if not each[0].blocks]
-        rest += [*sent, *((message, work) for _, message, work in going)]
-        rest.reverse()
-        for message, work in sorted(rest, key=lambda each: each[0].peer):
+            self._wait(message, work, deadline)
+            message.unpack()
+        for message, work in (*sent, *((message, work) for _, message, work in going)):
             self._wait(message, work, deadline)
         self._waits_for = []
 
