@@ -21,13 +21,14 @@ from shardweave.errors import DigestError, ShardweaveError
 from shardweave.layout import Layout
 from shardweave.layout.holders import first_holders
 from shardweave.plan import plan
-from shardweave.store import digest, native
+from shardweave.store import digest, native, torch_dist
 from shardweave.store.manifest import Manifest
 from shardweave.store.read import Reader
 
 _SLAB_BYTES = 8 << 20
 
 PROVED, FAILED, SKIPPED = "proved", "failed", "skipped"
+NONE_RECORDED = "none are recorded"
 
 T = TypeVar("T")
 
@@ -99,7 +100,8 @@ def check(
         config: The model's Hugging Face config; by default the one in the folder. Without any, names
             and shapes are not compared with a model.
         layout: Which shard of a rank holds what, where the format does not say.
-        digests: Whether to read all weights and compare them with recorded digests.
+        digests: Whether to read all weights and compare them with recorded digests, or with the CRCs that
+            torch saves with them.
         progress: Told ``(bytes read, bytes in all)``.
     """
     checked = Checked(root)
@@ -123,10 +125,12 @@ def check(
         checked.attempt(
             "digests", lambda: native.verify(manifest), lambda size: f"{size:,} bytes are as recorded"
         )
-    elif not (manifest.root / digest.SIDECAR).is_file():
-        checked.skip("digests", "none are recorded")
-    else:
+    elif (manifest.root / digest.SIDECAR).is_file():
         _check_digests(checked, manifest, progress or (lambda done, total: None))
+    elif (manifest.root / torch_dist.INDEX).is_file():
+        _check_crcs(checked, manifest)
+    else:
+        checked.skip("digests", NONE_RECORDED)
     return checked
 
 
@@ -190,6 +194,20 @@ def _check_digests(checked: Checked, manifest: Manifest, progress: Callable[[int
         checked.steps.append(
             Step("digests", PROVED, f"{len(recorded):,} arrays, {size:,} bytes, are as recorded")
         )
+
+
+def _check_crcs(checked: Checked, manifest: Manifest) -> None:
+    """Those that torch saves with each tensor, and does not look at when it loads."""
+    try:
+        compared = torch_dist.verify(manifest)
+    except ShardweaveError as error:
+        checked.fail("digests", error)
+        return
+    if compared:
+        detail = f"{compared:,} bytes have the CRCs that were saved with them"
+        checked.steps.append(Step("digests", PROVED, detail))
+    else:
+        checked.skip("digests", NONE_RECORDED)
 
 
 def _wrong_digests(
