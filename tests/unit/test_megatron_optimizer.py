@@ -374,6 +374,23 @@ def test_masters_that_are_shifted_are_refused(tmp_path: Path) -> None:
         prove_masters(replace(manifest, tensors={**manifest.tensors, "optim/w/master": moved}))
 
 
+def test_no_number_is_any_of_its_words_on_both_sides(tmp_path: Path) -> None:
+    values = EVEN.copy()
+    values[[2, 14]] = np.nan
+    manifest, bucket = by_hand(tmp_path, values, [12])
+    made = assembled(manifest, [(bucket, whole(values))], shapes={"w": (4, 3)})
+    view = replace(manifest, tensors={**manifest.tensors, **made})
+    prove_masters(view)
+    data = bytearray((tmp_path / "data").read_bytes())
+    data[60 + 2 * 2 : 60 + 2 * 3] = b"\x81\xff"
+    (tmp_path / "data").write_bytes(data)
+    prove_masters(view)
+    data[60 + 2 * 3 : 60 + 2 * 4] = b"\xc0\x7f"  # only the weight is none
+    (tmp_path / "data").write_bytes(data)
+    with pytest.raises(ReplicaError, match="1 of 12"):
+        prove_masters(view)
+
+
 def test_rounding_is_that_of_torch() -> None:
     words = np.concatenate([np.arange(0, 1 << 32, 65521), [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x8000]])
     values = words.astype("<u4").view("<f4")

@@ -297,7 +297,8 @@ def prove_masters(manifest: Manifest) -> None:
                     expected = _rounded(reader.load_box(name, offset, shape), weight.dtype, name)
                     found = reader.load_box(array, offset, shape)
                     # Which of the words for no number it is depends on who rounded.
-                    wrong = (found.view(expected.dtype) != expected) & ~_is_nan(found, weight.dtype)
+                    nan = _is_nan(found, weight.dtype) & _is_nan(expected, weight.dtype)
+                    wrong = (found.view(expected.dtype) != expected) & ~nan
                     if wrong.any():
                         raise ReplicaError(
                             "a master rounds to its weight",
@@ -337,10 +338,14 @@ def _rounded(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
             hint="convert the weights alone with --weights-only",
         )
     words = values.view("<u4").astype(np.uint64)
-    return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype("<u2")
+    rounded = ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype("<u2")
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def _is_nan(words: np.ndarray, dtype: str) -> np.ndarray:
+    nan: np.ndarray
     if dtype == "bfloat16":
-        return (words.view("<u2") & 0x7FFF) > 0x7F80
-    return np.isnan(words.view({"float32": "<f4", "float16": "<f2"}[dtype]))
+        nan = (words.view("<u2") & 0x7FFF) > 0x7F80
+    else:
+        nan = np.isnan(words.view({"float32": "<f4", "float16": "<f2"}[dtype]))
+    return nan

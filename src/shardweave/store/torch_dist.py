@@ -222,7 +222,7 @@ def _folder(root: Path) -> Path:
             "a tracker file names a folder with a torch_dist checkpoint",
             where=str(root / TRACKER),
             equation=f"{name}/{INDEX} is not there",
-            hint="use an earlier iteration if the save broke off; Megatron's older mp_rank_* is not read",
+            hint="use an earlier iteration if the save broke off",
         )
     unfinished = sorted(path.name for path in root.glob(f"*{INDEX}.tmp")) if root.is_dir() else []
     raise MissingFileError(
