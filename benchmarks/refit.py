@@ -8,8 +8,9 @@ Moving (Megatron TP2 to vLLM TP2, bf16; every fused weight changes its rows; one
     experts   4 layers x 32 experts, Megatron EP2 to vLLM TP2: every expert is cut by columns and rows
 
 `stage` is the move itself. The raw transport moves the same bytes between the same pairs of ranks, as one
-contiguous message a pair (gloo) or one copy a pair from the mapped segment (shared), in the same processes
-between two turns. `turn` is everything, from hello to commit, with both checks of the content.
+contiguous message a pair (gloo) or one copy a pair from memory of the reader's own (shared), in the same
+processes between two turns. Memory on both sides of it was written to before, as that of a stage was in the
+first turn, which is not counted. `turn` is everything, from hello to commit, with both checks of the content.
 
 Planning (Megatron to vLLM, Qwen3-30B-A3B: 48 layers x 128 experts): what every rank does in a turn before it
 moves, with both layouts known from before (warm), and from nothing (cold).
