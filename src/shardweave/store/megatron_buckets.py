@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -166,7 +167,9 @@ def assembled(
     """
     extents: dict[tuple[str, str, str], list[Extent]] = {}
     for bucket, parameters in held:
-        for state, tensor in bucket.states.items():
+        for state, stored in bucket.states.items():
+            # In order, those of a parameter are found without a look at the others.
+            tensor = replace(stored, extents=tuple(sorted(stored.extents, key=lambda one: one.offset)))
             if borders:
                 _prove_borders(manifest, bucket, tensor, parameters)
             for one in parameters:
@@ -197,11 +200,11 @@ def _flat(key: str) -> str:
 def _prove_borders(
     manifest: Manifest, bucket: Bucket, tensor: StoredTensor, parameters: Sequence[Held]
 ) -> None:
-    for extent in tensor.extents:
-        low, high = extent.offset[0], extent.offset[0] + extent.shape[0]
-        for one in parameters:
-            start, stop = one.start, one.start + math.prod(one.shape)
-            if max(low, start) < min(high, stop) and not start <= low <= high <= stop:
+    for one in parameters:
+        start, stop = one.start, one.start + math.prod(one.shape)
+        for extent in _within(tensor, start, stop):
+            low, high = extent.offset[0], extent.offset[0] + extent.shape[0]
+            if not start <= low <= high <= stop:
                 raise IndexMismatchError(
                     "a stored chunk of a bucket is of one parameter, or of padding",
                     where=f"{manifest.root}, {bucket}",
@@ -210,14 +213,21 @@ def _prove_borders(
                 )
 
 
+def _within(tensor: StoredTensor, start: int, stop: int) -> Iterator[Extent]:
+    """The chunks of a bucket, in order, that share an element with a stretch of it."""
+    first = bisect_right(tensor.extents, start, key=lambda one: one.offset[0] + one.shape[0])
+    for extent in tensor.extents[first:]:
+        if extent.offset[0] >= stop:
+            return
+        yield extent
+
+
 def _extents(tensor: StoredTensor, one: Held) -> Iterator[tuple[str, Extent]]:
     """A parameter of a bucket as boxes of arrays."""
     item = ITEMSIZE[tensor.dtype]
-    for extent in tensor.extents:
+    for extent in _within(tensor, one.start, one.start + math.prod(one.shape)):
         low = max(extent.offset[0] - one.start, 0)
         high = min(extent.offset[0] + extent.shape[0] - one.start, math.prod(one.shape))
-        if low >= high:
-            continue
         first = extent.start + (one.start + low - extent.offset[0]) * item
         for box in flat_boxes(one.shape, low, high):
             for array, whole, at in one.parts:
@@ -286,7 +296,8 @@ def prove_masters(manifest: Manifest) -> None:
         ReplicaError: A master does not round to its weight.
         DtypeError: The weights of masters are of a dtype that is not rounded.
     """
-    with Reader(manifest) as reader:
+    # Two readers: each remembers which array it has proved.
+    with Reader(manifest) as masters, Reader(manifest) as weights:
         for name, tensor in manifest.tensors.items():
             array, _, state = name.removeprefix("optim/").rpartition("/")
             if not name.startswith("optim/") or state != MASTER:
@@ -294,8 +305,8 @@ def prove_masters(manifest: Manifest) -> None:
             weight = manifest.tensors[array]
             for extent in tensor.extents:
                 for offset, shape in _ends(extent):
-                    expected = _rounded(reader.load_box(name, offset, shape), weight.dtype, name)
-                    found = reader.load_box(array, offset, shape)
+                    expected = _rounded(masters.load_box(name, offset, shape), weight.dtype, name)
+                    found = weights.load_box(array, offset, shape)
                     # Which of the words for no number it is depends on who rounded.
                     nan = _is_nan(found, weight.dtype) & _is_nan(expected, weight.dtype)
                     wrong = (found.view(expected.dtype) != expected) & ~nan
