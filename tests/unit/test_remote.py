@@ -17,7 +17,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardweave.convert.convert import _BESIDE
+from shardweave.convert.carry_out import BESIDE
 from shardweave.errors import (
     ExistsError,
     FormatError,
@@ -98,7 +98,7 @@ def test_secrets_are_no_part_of_a_url_that_is_shown(url: str, shown: str) -> Non
     assert without_secrets(url) == shown
 
 
-@pytest.mark.parametrize("name", _BESIDE)
+@pytest.mark.parametrize("name", BESIDE)
 def test_what_a_conversion_carries_is_copied(name: str) -> None:
     assert _is_wanted(name)
 

@@ -14,12 +14,14 @@ from shardweave.convert.formats import FORMATS, detect
 from shardweave.convert.formats.native import GROUPS
 from shardweave.convert.source import open_checkpoint
 from shardweave.convert.target import Geometry, Target, Wanted, Zero
+from shardweave.convert.together import Company
 
 __all__ = [
     "FORMATS",
     "GROUPS",
     "Account",
     "Checkpoint",
+    "Company",
     "Difference",
     "Geometry",
     "Job",

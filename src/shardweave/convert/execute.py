@@ -11,7 +11,7 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -51,8 +51,14 @@ class Task:
     padded: bool
 
 
-def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
-    """Every extent of the target; one buffer rule's copies at a time."""
+def tasks(plan: Plan, target: Manifest, mine: Container[tuple[str, int]] | None = None) -> Iterator[Task]:
+    """Every extent of the target; one buffer rule's copies at a time.
+
+    Args:
+        plan: From the source's arrays to the target's.
+        target: Where extents lie.
+        mine: The key and the first number of the tasks that are wanted; all by default.
+    """
     for number, rule in enumerate(plan.dst.rules):
         by_key: dict[str, list[Copy]] = defaultdict(list)
         for copy in plan.copies(family for family in plan.families if family.dst_rule == number):
@@ -65,7 +71,9 @@ def tasks(plan: Plan, target: Manifest) -> Iterator[Task]:
                 [[r[0] for r in copy.dst_box.dims] for copy in copies],
                 [[r[-1] - r[0] + 1 for r in copy.dst_box.dims] for copy in copies],
             )
-            for numbers in _side_by_side(tensor):
+            for numbers in side_by_side(tensor):
+                if mine is not None and (key, numbers[0]) not in mine:
+                    continue
                 ends = [tensor.extents[numbers[i]] for i in (0, -1)]
                 low = np.array(ends[0].offset, np.int64)
                 high = np.array(ends[1].offset, np.int64) + np.array(ends[1].shape, np.int64)
@@ -80,7 +88,7 @@ def by_stored_keys(plan: Plan, copy: Copy) -> Copy:
     return replace(copy, src_name=src, dst_name=dst)
 
 
-def _side_by_side(tensor: StoredTensor) -> Iterator[tuple[int, ...]]:
+def side_by_side(tensor: StoredTensor) -> Iterator[tuple[int, ...]]:
     """The numbers of extents that share their rows, so that one read of a row fills all of them."""
 
     def rows(number: int) -> object:
@@ -101,6 +109,7 @@ def execute(
     workers: int,
     crc: bool,
     progress: Progress,
+    mine: Container[tuple[str, int]] | None = None,
 ) -> int:
     """Fill every extent of the target that is not filled yet.
 
@@ -113,6 +122,7 @@ def execute(
         workers: Threads; reading, copying, hashing and writing all run without the interpreter's lock.
         crc: Whether the target's format needs CRC-32 beside the digests.
         progress: Told of bytes written or found written, by one thread at a time.
+        mine: As of ``tasks``.
 
     Returns:
         How many extents an earlier run had filled.
@@ -142,7 +152,7 @@ def execute(
             journal.add(key, number, facts)
         return len(task.numbers) - len(missing)
 
-    todo, kept = tasks(plan, target), 0
+    todo, kept = tasks(plan, target, mine), 0
     try:
         with ThreadPoolExecutor(max_workers=workers) as pool:
             running = {pool.submit(run, task) for task in islice(todo, 2 * workers)}
@@ -295,6 +305,21 @@ def facts_of(data: bytes, *, crc: bool) -> dict[str, Any]:
     return checksums.facts()
 
 
+def checksums_of(manifest: Manifest, tensor: StoredTensor, number: int) -> dict[str, Any]:
+    """The checksums of an extent, read again from its file, which is opened for it."""
+    extent, checksums = tensor.extents[number], _Checksums(crc=False)
+    size, buffer = extent.numel * itemsize(tensor.dtype), np.empty(_WRITE_BYTES, np.uint8)
+    file = os.open(inside(manifest.root, extent.file, where=str(manifest.root)), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for at in range(0, size, len(buffer)):
+            data = buffer[: min(len(buffer), size - at)].data
+            read_into(file, extent.start + at, data, where=extent.file)
+            checksums.update(data)
+    finally:
+        os.close(file)
+    return checksums.facts()
+
+
 def unwritable(error: OSError, where: str) -> WriteError:
     """The error of a write that the operating system refused."""
     return WriteError(
@@ -313,4 +338,5 @@ def _cast(block: np.ndarray, source: str, target: str) -> np.ndarray:
 
     words = torch.from_numpy(np.ascontiguousarray(block).view(f"i{itemsize(source)}"))
     values = words.view(getattr(torch, source)).to(getattr(torch, target))
-    return values.view(getattr(torch, f"int{8 * itemsize(target)}")).numpy()
+    # Without dims, numpy's contiguous array has one.
+    return values.view(getattr(torch, f"int{8 * itemsize(target)}")).numpy().reshape(block.shape)

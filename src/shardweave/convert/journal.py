@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,29 +20,36 @@ class Journal:
 
     Args:
         path: The file; made where it does not exist, else continued.
+        others: Journals of other processes of the same conversion, now or earlier; read only.
 
     Attributes:
         done: What is recorded of each finished extent.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, others: Iterable[Path] = ()) -> None:
         self.done: dict[tuple[str, int], dict[str, Any]] = {}
         self._lock = threading.Lock()
+        for other in others:
+            self.take_in(other)
         self._file = path.open("a+b")
-        self._file.seek(0)
-        size = 0
-        for line in self._file:
-            try:
-                entry = json.loads(line)
-                key, extent = entry["key"], entry["extent"]
-            except (ValueError, KeyError, TypeError):
-                break
-            if not line.endswith(b"\n"):
-                break
-            self.done[str(key), int(extent)] = entry
-            size += len(line)
         # The next line starts on its own, not behind one that a kill cut short.
-        self._file.truncate(size)
+        self._file.truncate(self.take_in(path))
+
+    def take_in(self, path: Path) -> int:
+        """Read what another journal says is finished; returns how many of its bytes count."""
+        size = 0
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                    key, extent = entry["key"], entry["extent"]
+                except (ValueError, KeyError, TypeError):
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                self.done[str(key), int(extent)] = entry
+                size += len(line)
+        return size
 
     def add(self, key: str, extent: int, facts: Mapping[str, Any]) -> None:
         """Record that an extent is written. Thread-safe."""

@@ -8,6 +8,7 @@ no reader takes the target for complete. Its files:
 ``identity.json``   what is being converted; renamed to ``ready.json`` when all files are complete
 ``journal.jsonl``   which extents are written
 ``new/``            the files of the target
+``*.N*``            what process N of several has of these: ``lock.N``, ``journal.N.jsonl``
 ``old/``            what the target held before, moved away first
 ``cleared``         all of that is moved away
 ==================  ==============================================================================
@@ -25,7 +26,9 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +38,7 @@ from shardweave.store.sync import sync
 
 FOLDER = ".shardweave"
 _IDENTITY, _READY, _CLEARED, _LOCK = "identity.json", "ready.json", "cleared", "lock"
+_SEEN_WITHIN_S = 60.0
 _LAST = (
     ".metadata",
     "shardweave.manifest",
@@ -69,22 +73,11 @@ class Staging:
         self._old, self._force = self.root / "old", force
         self._require_room()
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._lock = _hold(self.root / _LOCK, dst)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A conversion that just finished took the lock's file with it, and may have filled the target.
-            free = os.fstat(self._lock).st_nlink > 0
-        except OSError:
-            free = False
-        if not free:
-            os.close(self._lock)
-            raise ExistsError(
-                "one conversion at a time writes a target",
-                where=str(dst),
-                equation="another process holds it",
-                hint="wait for it, or name another target",
-            )
-        try:
+            # Processes of an earlier run may be about to hear that the one which led them is gone.
+            for path in self.root.glob(f"{_LOCK}.*"):
+                os.close(_hold(path, dst))
             self._require_room()
         except ExistsError:
             self._leave()
@@ -176,9 +169,10 @@ class Staging:
             _sync_folder(self.dst, fsync)
             # First of the clean-up: while it is there, files may still have to be moved.
             self.data.rmdir()
-        for path in (self._old, self.root / _CLEARED, self.journal, self.root / _READY, self.root / _LOCK):
+        last = [self.root / _READY, self.root / _LOCK]
+        for path in [*sorted(set(self.root.iterdir()) - set(last)), *last]:
             _remove(path)
-        self.root.rmdir()
+        _remove_empty(self.root)
 
     def _leave(self) -> None:
         """Let go; where nothing is staged, leave nothing behind."""
@@ -187,6 +181,9 @@ class Staging:
             if not self._held():
                 self.dst.rmdir()
         os.close(self._lock)
+        # Over NFS a file that is open stays in its folder until it is closed.
+        if self.root.exists():
+            _remove_empty(self.root)
 
     def __enter__(self) -> Staging:
         return self
@@ -195,6 +192,74 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave()
+
+
+class Part:
+    """What one of several processes has in the staging folder of a target; all but process 0 hold a lock.
+
+    Attributes:
+        data: Where the files of the target are staged.
+        journal: The path of the journal of this process.
+        aside: A folder for this process, to lay out files that it does not keep.
+        digests: The path of the digests of arrays that this process read again.
+    """
+
+    def __init__(self, dst: Path, rank: int) -> None:
+        self._dst, self._root, self._rank = dst, dst / FOLDER, rank
+        suffix = f".{rank}" if rank else ""
+        self.data, self.aside = self._root / "new", self._root / f"layout{suffix}"
+        self.journal = self._root / f"journal{suffix}.jsonl"
+        self.digests = self._root / f"digests.{rank}.json"
+        self._lock: int | None = None
+
+    def others(self) -> list[Path]:
+        """The journals of other processes of this conversion, now or earlier."""
+        return sorted(set(self._root.glob("journal*.jsonl")) - {self.journal})
+
+    def __enter__(self) -> Part:
+        """Hold the target together with process 0, which lets no other conversion in.
+
+        Raises:
+            ExistsError: A process of an earlier conversion holds this part.
+            FileNotFoundError: The folder of process 0 cannot be seen from here.
+        """
+        if self._rank:
+            # Over NFS a host may take half a minute to see what another has made.
+            end = time.monotonic() + _SEEN_WITHIN_S
+            while not self._root.exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            self._lock = _hold(self._root / f"{_LOCK}.{self._rank}", self._dst)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _hold(path: Path, dst: Path) -> int:
+    """The descriptor of a file that only this process holds, until it is closed.
+
+    Raises:
+        ExistsError: Another process holds it.
+    """
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A conversion that just finished took the lock's file with it, and may have filled the target.
+        free = os.fstat(lock).st_nlink > 0
+    except OSError:
+        free = False
+    if not free:
+        os.close(lock)
+        raise ExistsError(
+            "one conversion at a time writes a target",
+            where=str(dst),
+            equation="another process holds it",
+            hint="wait for it, or name another target",
+        )
+    return lock
 
 
 def unfinished(root: Path) -> bool:
@@ -260,6 +325,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _remove_empty(path: Path) -> None:
+    with suppress(OSError):
+        path.rmdir()
 
 
 def _sync_folder(path: Path, fsync: bool) -> None:
