@@ -29,6 +29,8 @@ PAGE = ROOT / "docs" / "commands.md"
 # What other programs are told in our texts.
 FOREIGN = {
     "--ckpt-format": "Megatron-LM",
+    "--dist-ckpt-optim-fully-reshardable": "Megatron-LM",
+    "--apply-wd-to-qk-layernorm": "Megatron-LM",
     "--transformer-impl": "Megatron-LM",
     "--moe-grouped-gemm": "Megatron-LM",
     "--apply-layernorm-1p": "Megatron-LM",

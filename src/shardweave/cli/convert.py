@@ -22,7 +22,7 @@ from shardweave.cli.common import (
     stdout,
     table,
 )
-from shardweave.cli.plan import job_report, print_report
+from shardweave.cli.plan import described_optimizer, job_report, optimizer_report, print_report
 from shardweave.cli.sources import named, parse_source, parse_target
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ def convert(
             metavar="DST", parser=parse_target, help="The folder to write; it appears whole or not at all."
         ),
     ],
-    to: Annotated[
-        str,
-        typer.Option("--to", metavar="FORMAT", help="hf, megatron (alias torch_dist), native, dcp or ranks."),
-    ],
+    to: options.To,
     config: options.Config = None,
     layout: options.LayoutFile = None,
     to_layout: options.ToLayout = None,
@@ -60,6 +57,9 @@ def convert(
     spec: options.Spec = None,
     layer_keys: options.LayerKeys = None,
     vocab_divisor: options.VocabDivisor = None,
+    zero: options.Zero_ = None,
+    dp: options.Dp = None,
+    tp_grain: options.TpGrain = None,
     dtype: options.Dtype = None,
     stacked_experts: options.StackedExperts = False,
     weights_only: options.WeightsOnly = False,
@@ -105,12 +105,13 @@ def convert(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Convert a checkpoint, from and to hf, megatron, native, dcp or ranks.
+    """Convert a checkpoint, from and to hf, megatron, deepspeed, universal, dcp, native or ranks.
 
     The source's format is recognised; its model is read from its config.
     The conversion is proved before a byte moves. One that was stopped goes on
-    when the same command is run again. Between native and dcp, the folders
-    of torch.distributed.checkpoint, the state of the optimizer goes along.
+    when the same command is run again. The state of the optimizer goes along
+    where both formats have one: megatron, deepspeed, universal, dcp (folders
+    of torch.distributed.checkpoint) and native.
     """
     from shardweave.convert import convert as carry_out
 
@@ -133,6 +134,9 @@ def convert(
         spec=spec,
         layer_keys=layer_keys,
         vocab_divisor=vocab_divisor,
+        zero=zero,
+        dp=dp,
+        tp_grain=tp_grain,
     )
     if dry_run:
         _print_dry(job, dst, as_json=as_json, quiet=quiet)
@@ -172,6 +176,7 @@ def _plain(job: Job, report: Report) -> dict[str, Any]:
     return {
         "source": {"path": named(job.source.manifest.root), "format": job.source.format},
         "target": {"path": str(report.dst), "format": job.target.format, "arrays": report.num_tensors},
+        "optimizer": optimizer_report(job),
         "account": {
             "used": books.used,
             "replica": books.replica,
@@ -196,6 +201,7 @@ def _print(job: Job, report: Report) -> None:
         {
             "source": f"{named(job.source.manifest.root)} ({job.source.format})",
             "target": f"{report.dst} ({job.target.format})",
+            **described_optimizer(optimizer_report(job)),
         }
     )
     console.print()

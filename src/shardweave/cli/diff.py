@@ -38,10 +38,16 @@ def diff(
     right: Annotated[Path, typer.Argument(metavar="B", parser=parse_source, help="The other.")],
     config: options.Config = None,
     config_a: Annotated[
-        Path | None, typer.Option("--config-a", metavar="CONFIG.json", exists=True, help="Config of A alone.")
+        Path | None,
+        typer.Option(
+            "--config-a", metavar="CONFIG.json", parser=options.parse_config, help="Config of A alone."
+        ),
     ] = None,
     config_b: Annotated[
-        Path | None, typer.Option("--config-b", metavar="CONFIG.json", exists=True, help="Config of B alone.")
+        Path | None,
+        typer.Option(
+            "--config-b", metavar="CONFIG.json", parser=options.parse_config, help="Config of B alone."
+        ),
     ] = None,
     cache: options.Cache = None,
     as_json: options.Json = False,

@@ -40,7 +40,7 @@ def plan(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="TO", help="hf, megatron, native, dcp or ranks; with --model a layout."),
+        typer.Option("--to", metavar="TO", help=f"{options.TARGETS}; with --model a layout."),
     ] = None,
     model: Annotated[
         Path | None,
@@ -92,6 +92,9 @@ def plan(
     spec: options.Spec = None,
     layer_keys: options.LayerKeys = None,
     vocab_divisor: options.VocabDivisor = None,
+    zero: options.Zero_ = None,
+    dp: options.Dp = None,
+    tp_grain: options.TpGrain = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +118,7 @@ def plan(
     """
     given = dict(tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, spec=spec)  # noqa: C408 - names are the values
     given |= {"layer_keys": layer_keys, "vocab_divisor": vocab_divisor}
+    given |= {"zero": zero, "dp": dp, "tp_grain": tp_grain}
     _check_one_source(src, model, from_, load, to, {**given, "stages": stages})
     if src is not None:
         job = options.prepared(
@@ -304,6 +308,7 @@ def job_report(job: Job) -> dict[str, Any]:
             "dtypes": sorted({spec.dtype for spec in wanted.specs}),
             "max_file_bytes": wanted.max_file_bytes,
         },
+        "optimizer": optimizer_report(job),
         "families": _families(job.plan),
         "cost": _cost(cost(job.plan)),
     }
@@ -313,7 +318,33 @@ def job_report(job: Job) -> dict[str, Any]:
     return report
 
 
+def optimizer_report(job: Job) -> dict[str, Any] | None:
+    """What goes along of the state of an optimizer, as plain values; ``None`` where the source has none."""
+    kept = job.kept
+    if kept is None:
+        return {"left_out": job.no_state} if job.no_state else None
+    return {
+        "weights": kept.num_weights,
+        "states": dict(kept.states),
+        "updates": list(kept.counts) if kept.counts is not None else None,
+        "groups": kept.num_groups,
+        "masters": kept.masters,
+        "summary": [str(kept), kept.masters_said],
+    }
+
+
+def described_optimizer(report: Mapping[str, Any] | None) -> dict[str, str]:
+    """The same for people: a row, or none."""
+    if report is None:
+        return {}
+    said = report.get("summary") or [f"left out: {report['left_out']}"]
+    return {"optimizer": "\n".join(said)}
+
+
 # --- printing -----------------------------------------------------------------------------------
+
+_FILES = dict.fromkeys(("megatron", "dcp"), "__*_0.distcp") | {"native": "rank_*.safetensors"}
+"""What files are called whose number is not known beforehand; others are one for a weight or a rank."""
 
 
 def print_report(report: Mapping[str, Any]) -> None:
@@ -321,7 +352,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     console = stdout()
     stored = "path" in report["source"]
     described = _described_files if stored else _described_ranks
-    print_facts({side: described(report[side]) for side in ("source", "target")})
+    sides = {side: described(report[side]) for side in ("source", "target")}
+    print_facts({**sides, **described_optimizer(report.get("optimizer"))})
     console.print()
     shown = table("tensor", ">boxes", ">copies", ">bytes")
     for row in report["families"]:
@@ -369,8 +401,9 @@ def _costs(report: Mapping[str, Any], stored: bool) -> dict[str, str]:
     elif "files" in report:
         first, *more = report["files"]
         rows["files"] = f"{1 + len(more)}, from {first} on" if more else first
-    else:
-        rows["files"] = f"__*_0.distcp, each of at most {format_bytes(report['target']['max_file_bytes'])}"
+    elif report["target"]["format"] in _FILES:
+        most = format_bytes(report["target"]["max_file_bytes"])
+        rows["files"] = f"{_FILES[report['target']['format']]}, each of at most {most}"
     if "stored" in report:
         rows["stored"] = report["stored"]
     return rows
