@@ -24,6 +24,7 @@ class Checkpoint:
         config: The Hugging Face config that describes the model; empty for a plain one.
         left_out: Stored keys that are not in the layout, with the reason.
         read: Stored keys beside the layout that were read nevertheless.
+        buffers: The names of tensors that are no parameters, as far as the format says it.
     """
 
     manifest: Manifest
@@ -32,6 +33,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     left_out: Mapping[str, str]
     read: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
 
     @property
     def format(self) -> str:

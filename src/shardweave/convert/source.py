@@ -84,7 +84,14 @@ def open_checkpoint(
     held = form.layout(stored, model, manifest, layout)
     if set(held.tensors) == set(model.decoder.tensors):
         model = model.decoder  # layers for further tokens that the config has and the weights have not
-    return Checkpoint(manifest, model, as_stored(held, stored), values or {}, left_out)
+    return Checkpoint(
+        manifest,
+        model,
+        as_stored(held, stored),
+        values or {},
+        left_out,
+        buffers=frozenset(form.buffers(manifest)),
+    )
 
 
 def config_of(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -11,7 +11,7 @@ from shardweave.convert.checkpoint import Checkpoint, OptimizerState
 from shardweave.convert.states import owners, state_rule, trained_part
 from shardweave.errors import GeometryError
 from shardweave.layout import Buffer, BufferRule, Layout, Tensor
-from shardweave.layout.dtype import lossless
+from shardweave.layout.dtype import floating, lossless
 from shardweave.store.manifest import Extent, Manifest, TensorSpec
 from shardweave.store.torch_dcp import Keys
 
@@ -130,7 +130,12 @@ def with_dtypes(layout: Layout, source: Checkpoint, dtype: str | None) -> Layout
             # Where only some weights of a family have a master, the others are stored as wide.
             before = stored.get(part.tensor, rule.dtype)
             stored[part.tensor] = before if lossless(rule.dtype, before) else rule.dtype
-    weights = set(source.model.tensors) - source.model.own_dtype
+    # Integers never go through floats, and buffers are not computed in what weights are.
+    weights = {
+        tensor
+        for tensor in set(source.model.tensors) - source.model.own_dtype
+        if floating(stored.get(tensor, tensor.dtype)) and tensor.name not in source.buffers
+    }
     return replace(
         layout,
         rules=tuple(

@@ -33,6 +33,15 @@ _DTYPES: Mapping[str, tuple[int, str, int, int]] = {
 DTYPES: tuple[str, ...] = tuple(_DTYPES)
 
 
+def floating(dtype: str) -> bool:
+    """Whether values of a dtype are floating-point numbers of their own, which may be rounded.
+
+    >>> floating("bfloat16"), floating("int64"), floating("float8_e8m0fnu")
+    (True, False, False)
+    """
+    return dtype in _DTYPES and _DTYPES[dtype][1] == "float"
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of one element.
 

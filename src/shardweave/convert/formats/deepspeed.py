@@ -62,6 +62,12 @@ def _home(manifest: Manifest) -> Path:
     return manifest.root if (manifest.root / "config.json").is_file() else manifest.root.parent
 
 
+def _buffers(manifest: Manifest) -> Collection[str]:
+    own = manifest.records.get("deepspeed") or manifest.records.get("universal") or {}
+    found: Collection[str] = own.get("buffers", ())
+    return found
+
+
 def _ranks(stored: Collection[str]) -> int:
     return 1 + max((int(rank) for key in stored for _, at, rank in [key.rpartition("@")] if at), default=0)
 
@@ -193,6 +199,8 @@ def _target_native(source: Checkpoint, state: OptimizerState | None, wanted: Wan
     if zero.stage == 3:
         held = _in_full(weights, held, state)
     described = _described(source, weights, state, tp=zero.tp)
+    if zero.stage == 3:
+        _check_buffers(source, described)
     run = deepspeed_write.Zero(
         stage=zero.stage, dp=zero.dp, tp=zero.tp, dtype=_run_dtype(source, state, held, zero)
     )
@@ -295,6 +303,18 @@ def _described(
     return found
 
 
+def _check_buffers(source: Checkpoint, described: Mapping[str, Any]) -> None:
+    """ZeRO-3 cuts frozen weights over its ranks and not buffers, so it has to be known which is which."""
+    unknown = sorted(set(described.get("untrained", ())) - set(described.get("buffers", ())))
+    if unknown and source.model.family == PLAIN and source.format not in ("deepspeed", "universal"):
+        raise GeometryError(
+            "ZeRO-3 stores frozen weights in parts, and buffers whole",
+            where=str(source.manifest.root),
+            equation=f"{len(unknown)} are not trained and may be either: {some(map(repr, unknown))}",
+            hint="give the config of the model, or convert --to universal, or to ZeRO-1 or 2 with --zero",
+        )
+
+
 def _run_dtype(source: Checkpoint, state: OptimizerState | None, held: Layout, zero: Zero) -> str:
     """What the run computes in."""
     if zero.stage < 3:
@@ -394,6 +414,7 @@ FORMAT = Format(
     takes_states=True,
     takes_layout=True,
     masters=lambda wanted: "only" if (wanted.zero or Zero()).stage == 3 else "always",
+    buffers=_buffers,
     home=_home,
 )
 
@@ -407,5 +428,6 @@ UNIVERSAL = Format(
     beside=("optim/",),
     states=_states,
     takes_states=True,
+    buffers=_buffers,
     home=_home,
 )

@@ -40,6 +40,7 @@ class Format:
         as_stored: What ``named`` was made from, under the stored keys.
         states: The state of an optimizer in it; ``None`` where the format has no place for one.
         masters: Which weights a target has in full precision; see ``convert.masters``.
+        buffers: The names of what is no parameter, where the files say it.
         home: The folder where the config of a checkpoint lies.
         takes_states: Whether a target takes the state of an optimizer.
         takes_layout: Whether ``layout`` heeds the layout that the user gave; else one is refused.
@@ -58,6 +59,7 @@ class Format:
     as_stored: Callable[[Manifest], Manifest] = lambda manifest: manifest
     states: Callable[[Checkpoint, Settings | None], OptimizerState | None] | None = None
     masters: Callable[[Wanted], Masters] = lambda wanted: "only"
+    buffers: Callable[[Manifest], Collection[str]] = lambda manifest: ()
     home: Callable[[Manifest], Path] = lambda manifest: manifest.root
     takes_states: bool = False
     takes_layout: bool = False
