@@ -173,6 +173,16 @@ def verify(manifest: Manifest) -> int:
     return compared
 
 
+def places(manifest: Manifest) -> list[Place]:
+    """The streams that the index of a folder lists: of all chunks and objects, in the order of their places.
+
+    Raises:
+        ShardweaveError: As ``read``, where the index has changed since.
+    """
+    root = manifest.root
+    return sorted(Index(_small_file(root, INDEX), where=str(root / INDEX)).places.values())
+
+
 def object_bytes(manifest: Manifest, key: str) -> bytes:
     """The ``torch.save`` stream of a stored object, as it lies in the file."""
     places = manifest.records.get("objects", {})
