@@ -247,6 +247,21 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_seconds(text: str) -> float:
+    """A number of seconds, up to an hour.
+
+    >>> parse_seconds("2.5")
+    2.5
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 3600:
+        raise typer.BadParameter(f"{text!r} is no number of seconds above 0, up to 3600")
+    return found
+
+
 def format_bytes(count: float) -> str:
     """Bytes for people.
 

@@ -13,6 +13,7 @@ from shardweave.cli import options
 from shardweave.cli.common import (
     format_bytes,
     parse_count,
+    parse_seconds,
     parse_size,
     plural,
     print_block,
@@ -22,6 +23,7 @@ from shardweave.cli.common import (
     stdout,
     table,
 )
+from shardweave.cli.company import company, default_workers, is_silent
 from shardweave.cli.plan import described_optimizer, job_report, optimizer_report, print_report
 from shardweave.cli.sources import named, parse_source, parse_target
 
@@ -103,6 +105,16 @@ def convert(
     cache: options.Cache = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            parser=parse_seconds,
+            metavar="S",
+            help="Of several processes: how long one may be silent, in seconds.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "60",  # type: ignore[assignment]  # what the parser reads
     debug: options.Debug = False,
 ) -> None:
     """Convert a checkpoint, from and to hf, megatron, deepspeed, universal, dcp, native or ranks.
@@ -115,44 +127,48 @@ def convert(
     """
     from shardweave.convert import convert as carry_out
 
-    job = options.prepared(
-        src,
-        to=to,
-        config=config,
-        layout=layout,
-        to_layout=to_layout,
-        stages=stages,
-        dtype=dtype,
-        stacked_experts=stacked_experts,
-        max_file_bytes=max_file_size,
-        weights_only=weights_only,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        vpp=vpp,
-        spec=spec,
-        layer_keys=layer_keys,
-        vocab_divisor=vocab_divisor,
-        zero=zero,
-        dp=dp,
-        tp_grain=tp_grain,
-    )
-    if dry_run:
-        _print_dry(job, dst, as_json=as_json, quiet=quiet)
-        return
-    with progress("converting", job.num_bytes, quiet=quiet) as tell:
-        report = carry_out(
-            job,
-            dst,
-            force=force,
-            memory_bytes=memory,
-            workers=workers,
-            digests=not no_digests,
-            fsync=not no_fsync,
-            progress=tell,
+    speaks = not is_silent()
+    quiet = quiet or not speaks
+    with company(timeout_s=timeout) as together:
+        job = options.prepared(
+            src,
+            to=to,
+            config=config,
+            layout=layout,
+            to_layout=to_layout,
+            stages=stages,
+            dtype=dtype,
+            stacked_experts=stacked_experts,
+            max_file_bytes=max_file_size,
+            weights_only=weights_only,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            etp=etp,
+            vpp=vpp,
+            spec=spec,
+            layer_keys=layer_keys,
+            vocab_divisor=vocab_divisor,
+            zero=zero,
+            dp=dp,
+            tp_grain=tp_grain,
         )
-    if as_json:
+        if dry_run:
+            _print_dry(job, dst, as_json=as_json and speaks, quiet=quiet)
+            return
+        with progress("converting", job.num_bytes, quiet=quiet) as tell:
+            report = carry_out(
+                job,
+                dst,
+                force=force,
+                memory_bytes=memory,
+                workers=workers or default_workers(),
+                digests=not no_digests,
+                fsync=not no_fsync,
+                progress=tell,
+                company=together,
+            )
+    if as_json and speaks:
         print_json(_plain(job, report))
     elif not quiet:
         _print(job, report)

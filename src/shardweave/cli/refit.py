@@ -14,6 +14,7 @@ from shardweave.cli.common import (
     App,
     Verb,
     format_bytes,
+    parse_seconds,
     plural,
     print_block,
     print_facts,
@@ -42,16 +43,6 @@ _MOST_ROWS = 64
 _STEPS = ("hello", "seal", "stage", "verify", "derive", "vote", "commit")
 
 
-def _parse_timeout(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= 3600:
-        raise typer.BadParameter(f"{text!r} is no number of seconds above 0, up to 3600")
-    return found
-
-
 @refit.command(cls=Verb)
 def status(
     place: Annotated[
@@ -71,7 +62,7 @@ def status(
         float,
         typer.Option(
             "--timeout",
-            parser=_parse_timeout,
+            parser=parse_seconds,
             metavar="S",
             help="The longest wait for an answer, in seconds.",
         ),

@@ -48,6 +48,7 @@ class Company:
         rank: Which process this is. Process 0 makes the target; the others fill a part of it.
         size: How many there are.
         done_elsewhere: Bytes that the others have done; known to process 0.
+        speaks: Whether the error that all raise was reported by this process.
 
     >>> from torch.distributed import HashStore
     >>> with Company(HashStore(), rank=0, size=1) as alone:
@@ -84,6 +85,7 @@ class Company:
                 hint="start them with torchrun, or give each its RANK and all the same WORLD_SIZE",
             )
         self.rank, self.size, self.done_elsewhere = rank, size, 0
+        self.speaks = False
         self._store: Any = store
         self._timeout_s, self._serves = timeout_s, serves
         # Several signs within the bound: one that comes late is no reason to give somebody up.
@@ -191,7 +193,7 @@ class Company:
 
     def _report(self, error: BaseException) -> ShardweaveError:
         """The error that all raise: this one if no other came before it."""
-        if error is self._error:
+        if self._error is not None and error is self._error:
             return self._error
         mine = _encode(error, self.rank)
         try:
@@ -200,7 +202,10 @@ class Company:
                 found = bytes(self._compare_set(_SEALED.decode(), mine))
         except ShardweaveError:
             found = mine  # whoever serves the store is gone as well; the report is the same
-        return _decode(mine if found == _SEALED else found)
+        if found == _SEALED:
+            found = mine
+        self.speaks = found == mine
+        return _decode(found)
 
     def _compare_set(self, expected: str, wanted: bytes) -> bytes:
         return bytes(self._ask(lambda: self._store.compare_set(_OUTCOME, expected, wanted.decode())))
