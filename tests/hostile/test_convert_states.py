@@ -33,6 +33,7 @@ from shardweave.errors import (
     UnknownNameError,
 )
 from shardweave.layout import Box
+from shardweave.models import from_config
 from shardweave.plan import load as load_plan
 from shardweave.plan import save as save_plan
 from shardweave.store import native, torch_dist
@@ -59,6 +60,7 @@ ADAMW = {
     "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
 }  # fmt: skip
+CONFIGS = Path(__file__).parents[1] / "data" / "configs" / "tiny"
 NORM = "model.layers.1.input_layernorm.weight"
 GATE_UP = "model.layers.2.mlp.experts.gate_up_proj"
 EMBED = "model.embed_tokens.weight"
@@ -197,9 +199,13 @@ def test_a_rounded_weight_keeps_what_it_is_rounded_from(tmp_path: Path) -> None:
     what = tree()
     src = saved(tmp_path / "src", what)
     report = go(src, tmp_path / "native", "native", config=CONFIG, dtype="bfloat16")
-    assert report.account.used + report.account.replica + report.account.format + sum(
-        report.account.left_out.values()
-    ) == report.account.total
+    assert (
+        report.account.used
+        + report.account.replica
+        + report.account.format
+        + sum(report.account.left_out.values())
+        == report.account.total
+    )
     manifest = native.read(tmp_path / "native")
     with Reader(manifest) as reader:
         assert manifest.tensors[f"model/{NORM}"].dtype == "bfloat16"
@@ -519,3 +525,50 @@ def test_json_of_the_config_goes_beside(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "dst" / "config.json").read_text()) == CONFIG
     shutil.rmtree(tmp_path / "src")
     assert open_checkpoint(tmp_path / "dst").format == "dcp"
+
+
+@pytest.mark.parametrize("name", ["nemotron-nas", "nemotron_h"])
+def test_layers_that_are_not_alike(name: str, tmp_path: Path) -> None:
+    """Several families of one name, each with the states of its own layers, masters too."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    model = from_config(config, dtype="float32")
+    families = [tensor.name for tensor in model.tensors]
+    assert len(set(families)) < len(families)
+    chance = torch.Generator().manual_seed(5)
+    names = {name: tensor.shape for tensor in model.tensors for name in tensor.names()}
+    weights = {name: torch.randn(shape, generator=chance) for name, shape in names.items()}
+    state = {
+        name: {
+            "step": torch.tensor(float(STEP)),
+            "exp_avg": torch.randn(weight.shape, generator=chance),
+            "exp_avg_sq": torch.rand(weight.shape, generator=chance),
+        }
+        for name, weight in weights.items()
+    }
+    what = {"model": weights, "optim": {"state": state, "param_groups": [{**ADAMW, "params": list(weights)}]}}
+    src = saved(tmp_path / "src", what)
+    go(src, tmp_path / "native", "native", config=config, dtype="bfloat16")
+    masters = [key for key in native.read(tmp_path / "native").tensors if key.endswith("/master")]
+    assert len(masters) == len(weights)
+    go(tmp_path / "native", tmp_path / "back", "dcp")
+    assert_same(loaded(tmp_path / "back"), what)
+
+
+def test_copies_of_a_rounded_weight_are_rounded_too(tmp_path: Path) -> None:
+    """DeepSeek's layers for further tokens have the embedding once more, rounded as the embedding is."""
+    config = json.loads((CONFIGS / "deepseek_v3.json").read_text())
+    model = from_config(config, dtype="float32")
+    names = {name: tensor.shape for tensor in model.tensors for name in tensor.names()}
+    weights = {name: torch.randn(shape) for name, shape in names.items()}
+    state = {
+        name: {"step": torch.tensor(3.0), "exp_avg": weight + 1, "exp_avg_sq": weight * weight}
+        for name, weight in weights.items()
+    }
+    what = {"model": weights, "optim": {"state": state, "param_groups": [{**ADAMW, "params": list(weights)}]}}
+    go(saved(tmp_path / "src", what), tmp_path / "native", "native", config=config, dtype="bfloat16")
+    (copied,) = {of for of in model.copies.values() if "embed" in of}
+    report = go(tmp_path / "native", tmp_path / "back", "dcp")
+    again = next(name for name, of in model.copies.items() if of == copied)
+    assert f"{again}" in report.account.left_out
+    for key in (copied, again):
+        assert torch.equal(loaded(tmp_path / "back")["model"][key], weights[copied])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from shardweave.layout import Buffer, Layout
+from shardweave.layout import Buffer, Layout, Tensor
 from shardweave.models import Model
 from shardweave.store.manifest import Manifest, StoredTensor
 from shardweave.store.native_manifest import About
@@ -74,7 +75,7 @@ Settings = Callable[[About, int, Collection[Weight]], Mapping[str, Mapping[str, 
 """The settings of weights by name, in torch's words, from what a run recorded and the updates it made."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimizerState:
     """The state of an optimizer in a checkpoint.
 
@@ -97,7 +98,25 @@ class OptimizerState:
     grouped: bool = False
     ordered: bool = False
 
-    def states_of(self, name: str) -> tuple[str, ...]:
-        """The states of a weight or a family of them, by the name of its tensor."""
-        prefix, found = f"optim/{name}/", (tensor.name for tensor in self.layout.tensors)
-        return tuple(one.removeprefix(prefix) for one in found if one.startswith(prefix))
+    @cached_property
+    def _families(self) -> Mapping[str, Sequence[tuple[str, Tensor]]]:
+        """The states that there are, by the name of the tensor that they are of."""
+        found: dict[str, list[tuple[str, Tensor]]] = {}
+        for tensor in self.layout.tensors:
+            name, _, state = tensor.name.removeprefix("optim/").rpartition("/")
+            found.setdefault(name, []).append((state, tensor))
+        return found
+
+    def states_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The states of a weight or a family of them, each with the members that have it.
+
+        Layers that are not all alike are several families of one name.
+        """
+        return {
+            state: one
+            for state, one in self._families.get(tensor.name, ())
+            if all(
+                {n for _, n in few} <= {n for _, n in all_}
+                for (_, few), (_, all_) in zip(one.index, tensor.index, strict=True)
+            )
+        }

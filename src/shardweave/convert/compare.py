@@ -145,8 +145,8 @@ def check_replicas(checkpoint: Checkpoint) -> int:
     """
     layout, manifest = checkpoint.layout, checkpoint.manifest
     first = first_holders(layout)
-    kept = {rule.name: rule for rule in first.rules}
-    copies = tuple(rule for rule in layout.rules if kept.get(rule.name) != rule)
+    kept = set(first.rules)
+    copies = tuple(rule for rule in layout.rules if rule not in kept)
     if not copies:
         return 0
     compared, num_bytes = plan(first, replace(layout, rules=copies)), 0

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState
 from shardweave.convert.states import MASTER, owners, part_of, state_rule, trained_part
-from shardweave.layout import BufferRule, Part
+from shardweave.layout import BufferRule, Part, Tensor
 from shardweave.layout.dtype import itemsize
 from shardweave.layout.subset import only
 from shardweave.store.manifest import Manifest, StoredTensor
@@ -38,25 +38,29 @@ def with_states(
             rounded from them are left out.
         dtype: The dtype that weights are asked for in. Masters are what the source has in full precision.
     """
-    kept = {rule.name: rule for rule in state.layout.rules}
-    made: dict[str, BufferRule] = {}
+    # Families of one name are told apart by their tensors.
+    kept = {(rule.name, rule.parts[0].tensor): rule for rule in state.layout.rules}
+    made: list[BufferRule] = []
+    rounded = set[Tensor]()
     weights: list[BufferRule] = []
     stored = dict(source.manifest.tensors)
     left_out = {key: why for key, why in source.left_out.items() if key not in state.read}
-    owned = {rule.name for rule in owners(source.layout)}
+    owned = {id(rule) for rule in owners(source.layout)}
     for rule in source.layout.rules:
-        master = kept.get(f"optim/{rule.name}/{MASTER}")
-        trained = next(trained_part(source.layout, rule, state), None) if rule.name in owned else None
+        at = f"optim/{rule.name}/{MASTER}", state.states_of(rule.parts[0].tensor).get(MASTER)
+        master = None if at[1] is None else kept.get((at[0], at[1]))
+        trained = next(trained_part(source.layout, rule, state), None) if id(rule) in owned else None
         if trained is None:
             weights.append(rule)
         elif master is not None and (masters == "only" or dtype == master.dtype):
             # The weight is the master: what was rounded from it is not needed.
             left_out |= dict.fromkeys(_keys(source, trained[0]), ROUNDED)
+            rounded |= {part.tensor for part in rule.parts}
             if masters == "always":
                 stored |= _again(source, master, stored)
                 weights.append(replace(master, name=f"{AGAIN}{master.name}", parts=rule.parts))
             else:
-                del kept[master.name]
+                del kept[master.name, master.parts[0].tensor]
                 weights.append(replace(master, parts=rule.parts))
             weights += _untrained(source, rule, trained[0])
         elif master is None and (
@@ -66,11 +70,16 @@ def with_states(
             # The weight may be rounded, and its master is what it is rounded from: the same bytes once more.
             again = state_rule(trained[0], MASTER, name=f"{AGAIN}{rule.name}")
             stored |= _again(source, trained[0], stored)
-            made[again.name] = again
+            made.append(again)
             weights.append(rule)
         else:
             weights.append(rule)
-    rules = (*kept.values(), *made.values())
+    for rule in source.layout.rules:
+        if id(rule) not in owned and all(part.tensor in rounded for part in rule.parts):
+            # What files hold once more is rounded too.
+            weights = [other for other in weights if other is not rule]
+            left_out |= dict.fromkeys(_keys(source, rule), ROUNDED)
+    rules = (*kept.values(), *made)
     manifest = replace(source.manifest, tensors=stored)
     layout = replace(source.layout, rules=(*weights, *rules))
     for key in layout.stored():

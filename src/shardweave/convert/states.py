@@ -172,7 +172,8 @@ def trained_part(layout: Layout, rule: BufferRule, state: OptimizerState) -> Ite
     Raises:
         UnknownNameError: Weights that are stored as one have different states, or some have none.
     """
-    has = {part.tensor: state.states_of(part.tensor.name) for part in rule.parts}
+    states = {part.tensor: state.states_of(part.tensor) for part in rule.parts}
+    has = {tensor: tuple(found) for tensor, found in states.items()}
     if len(set(has.values())) > 1:
         (one, first), (other, second) = list(has.items())[:2]
         raise UnknownNameError(
@@ -185,8 +186,7 @@ def trained_part(layout: Layout, rule: BufferRule, state: OptimizerState) -> Ite
     if not found:
         return
     # Families may be trained in part: the lower layers of a model are frozen.
-    families = {tensor.name: tensor.index for tensor in state.layout.tensors}
-    trained = {tensor: replace(tensor, index=families[f"optim/{tensor.name}/{found[0]}"]) for tensor in has}
+    trained = {tensor: replace(tensor, index=of[found[0]].index) for tensor, of in states.items()}
     kept = part_of(layout, rule, trained, where=layout.name)
     yield from ((kept, which) for which in found)
 
