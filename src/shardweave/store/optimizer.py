@@ -13,8 +13,8 @@ class OptimizerRecord:
 
     Attributes:
         count: The number of updates of each weight, by its name; without those that no state counts.
-        groups: The groups of parameters in their order: ``params``, the names of its weights in order, and its
-            settings by the words of torch (``lr``, ``betas``, ``eps``, ``weight_decay``).
+        groups: The groups of parameters in their order: ``params``, the names of its weights in order, and
+            its settings by the words of torch (``lr``, ``betas``, ``eps``, ``weight_decay``).
     """
 
     count: Mapping[str, int]
