@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState
 from shardweave.convert.formats import ranks
@@ -40,6 +40,9 @@ from shardweave.store.deepspeed_state import MODEL_STATES as MODEL
 from shardweave.store.manifest import Manifest, TensorSpec
 from shardweave.store.optimizer import OptimizerRecord
 from shardweave.store.strict_json import some
+
+VERSION: Final = 0.4
+"""Of what DeepSpeed 0.19.8 says about the weights of ranks."""
 
 
 def native(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> Target:
@@ -137,7 +140,9 @@ def _described(
             for found_map in [map_of(weights, tensor)]
             for name in tensor.names()
         }
-        found[INFO] = {"universal_checkpoint_version": 0.4, "affine_map": affine_text.write(maps)}
+        found[INFO] = {"universal_checkpoint_version": VERSION, "affine_map": affine_text.write(maps)}
+    # Without it, DeepSpeed's own converter does not look at a checkpoint.
+    found.setdefault(INFO, {"universal_checkpoint_version": VERSION})
     if state is None:
         return {key: value for key, value in found.items() if key in ("shared", "buffers", MODEL, INFO)}
     trained = {key: held for key, held in arrays.items() if any(name in state.weights for name in held)}
