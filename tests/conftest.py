@@ -48,7 +48,10 @@ COST = ("unit", "laws", "docs", "cli", "hostile", "cases", "oracle", "dist", "e2
 # What wants the machine for itself: it kills ranks, or waits for what has to come within a bound.
 # It comes last, and with `-n` it runs one by one when the rest is done.
 ALONE = (
-    *(f"tests/dist/test_{name}.py" for name in ("refit_faults", "transports", "train_checkpoint")),
+    *(
+        f"tests/dist/test_{name}.py"
+        for name in ("convert_ranks", "refit_faults", "transports", "train_checkpoint")
+    ),
     *(f"tests/dist/test_train_{name}.py" for name in ("faults", "no_hang", "together", "pipeline")),
     "tests/e2e/",
     "tests/oracle/test_vllm_refit.py",

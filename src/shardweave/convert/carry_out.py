@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardweave.convert import part as part_file
 from shardweave.convert.compare import check_replicas
 from shardweave.convert.execute import execute, facts_of
 from shardweave.convert.formats import FORMATS
@@ -181,6 +182,9 @@ def _fill(job: Job, dst: Path, how: How, company: Company, identity: Mapping[str
         resumed = int(
             company.meet(b"%d" % kept, decide=lambda all_: b"%d" % sum(map(int, all_)), meanwhile=show)
         )
+        if company.leads:
+            done = total
+            show()
         if company.size > 1:
             for rank in range(company.size):
                 if rank != company.rank:
@@ -306,8 +310,16 @@ def _facts(manifest: Manifest, journal: Journal) -> dict[Extent, Mapping[str, An
 
 
 def _write_beside(job: Job, folder: Path, *, fsync: bool) -> dict[str, Any]:
-    """The config that describes the weights, and what belongs to a model beside them; the config."""
+    """The config that describes the weights, and what belongs to a model beside them; the config.
+
+    A part of a model has none, so that nobody takes it for one; a model that nobody describes has none.
+    """
     config = dict(job.source.config)
+    if job.source.only:
+        write_text(folder / part_file.FILE, part_file.written(config, job.source.only) + "\n", fsync=fsync)
+        return {}
+    if not config:
+        return {}
     dtypes = {spec.dtype for spec in job.target.specs}
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"

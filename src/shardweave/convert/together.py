@@ -238,8 +238,9 @@ class Company:
             raise kind(
                 "processes that convert together reach their store",
                 where="all ranks",
-                equation=f"{str(error).splitlines()[0][:200]}, timeout_s({self._timeout_s:g})",
-                hint="the process that serves it is gone: see its log, and run the same command again",
+                equation=f"it does not answer, timeout_s({self._timeout_s:g})",
+                hint="the process that serves it, rank 0 or torchrun, is gone: see its log, then run the same "
+                "command again, which goes on",
             ) from error
 
     def _wait(
