@@ -31,6 +31,7 @@ from shardweave.store import deepspeed as native
 from shardweave.store import deepspeed_universal
 from shardweave.store.deepspeed_state import INFO
 from shardweave.store.manifest import Manifest, StoredTensor
+from shardweave.store.pickles import brief
 from shardweave.store.strict_json import some
 
 _PATTERNS: Final = {
@@ -38,6 +39,8 @@ _PATTERNS: Final = {
     "tp_replicated_parameter_patterns": None,
 }
 """What patterns of names say of the dim that is cut."""
+_UNDESCRIBED: Final = "autotp_unsupported_parameter_patterns"
+"""Under which AutoTP lists the weights whose cut it does not describe, each with its reason."""
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -68,8 +71,7 @@ def _layout(
     if tp == 1:
         return hf.variant(stored, model)
     mesh = Mesh((("tp", tp),))
-    info = manifest.records.get(INFO) or {}
-    maps = affine_text.read(info["affine_map"], tp=tp) if info.get("affine_map") else {}
+    info, maps = _said(manifest, tp)
     if not maps and not any(info.get(key) for key in _PATTERNS):
         raise GeometryError(
             "a checkpoint of several tensor-parallel ranks says how its weights are cut",
@@ -84,13 +86,31 @@ def _layout(
     return _with_maps(expected, model, maps)
 
 
+def _said(manifest: Manifest, tp: int) -> tuple[Mapping[str, Any], Mapping[str, AffineMap]]:
+    """What a checkpoint says of how its weights are cut, and the maps in it.
+
+    Raises:
+        GeometryError: It says of a weight that its cut cannot be described.
+        FormatError and its kin: As ``affine_text.read``.
+    """
+    info: Mapping[str, Any] = manifest.records.get(INFO) or {}
+    if undescribed := info.get(_UNDESCRIBED):
+        weights = some(map(repr, undescribed)) if isinstance(undescribed, Mapping) else brief(undescribed)
+        raise GeometryError(
+            "a checkpoint of several tensor-parallel ranks says how each of its weights is cut",
+            where=str(manifest.root),
+            equation=f"tp({tp}), and {_UNDESCRIBED} lists {weights}",
+            hint="give the layout with --layout FILE, as shardweave probe writes it; a guess may be wrong",
+        )
+    return info, affine_text.read(info["affine_map"], tp=tp) if info.get("affine_map") else {}
+
+
 def _shapes(stored: Mapping[str, StoredTensor], manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """The shapes of weights that no config describes: as they are, or as their maps say."""
     tp = _ranks(stored)
     if tp == 1:
         return {key: tensor.shape for key, tensor in stored.items()}
-    info = manifest.records.get(INFO) or {}
-    maps = affine_text.read(info["affine_map"], tp=tp) if info.get("affine_map") else {}
+    _, maps = _said(manifest, tp)
     lost = sorted({key.rpartition("@")[0] for key in stored} - set(maps))
     if lost:
         raise GeometryError(
