@@ -24,7 +24,7 @@ from shardweave.errors import DtypeError, PlanError, UnknownNameError
 from shardweave.layout import Box
 from shardweave.train.agreement import check_update
 from shardweave.train.arrays import Held
-from shardweave.train.gradients import gather_stretches, group_of, measure, sum_gradients
+from shardweave.train.gradients import Gradients, gather_stretches, group_of, measure, sum_gradients
 from shardweave.train.grid import Groups
 from shardweave.train.matrices import Matrices
 from shardweave.train.muon import Muon, MuonRule
@@ -249,7 +249,6 @@ class Optimizer:
 
     # --- a step ---
 
-    @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor | None]) -> Step:
         """Sum gradients over the ranks, clip them, and update the arrays in place.
 
@@ -263,14 +262,32 @@ class Optimizer:
             PlanError: Ranks do something else at this time, or update in another way; on all ranks, before
                 anything is changed.
         """
+        return self.update(*self.sum(grads))
+
+    @torch.no_grad()
+    def sum(self, grads: Mapping[str, Tensor | None]) -> tuple[Gradients, Step]:
+        """The first half of a step: the sums, and what they come to. Nothing is changed.
+
+        Models that are trained together on grids of their own have one norm, taken between the halves.
+        """
         device = next((p.device for p in self.params.values()), torch.device("cpu"))
         common = {"sharded": self.sharded, "max_norm": self.max_norm, "update": self.count + 1}
         check_update(self.groups, common=common, of_stage=self._said(), device=device)
         found = sum_gradients(grads, self.plan, self.groups, sharded=self.sharded, device=device)
         norm, zeros = measure(found, self.groups)
-        if not math.isfinite(norm):
-            return Step(False, norm, zeros)
-        scale = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+        return found, Step(math.isfinite(norm), norm, zeros)
+
+    @torch.no_grad()
+    def update(self, found: Gradients, measured: Step) -> Step:
+        """The second half: clip by the norm that is given, and update.
+
+        Args:
+            found: From ``sum``; its values are used up.
+            measured: From ``sum``, or with the norm of all models that are trained together.
+        """
+        if not measured.ok:
+            return measured
+        scale = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (measured.grad_norm + 1e-6))
         self.count += 1
         for shards, flat in zip(self._shards, found.flats, strict=True):
             if scale < 1:
@@ -282,7 +299,7 @@ class Optimizer:
             for shard in shards:
                 self._update(shard, self._part(flat, shard))
             self._share(bucket)
-        return Step(True, norm, zeros)
+        return measured
 
     def _said(self) -> Iterator[str]:
         """How arrays are updated next, as ranks compare it."""

@@ -55,6 +55,19 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Inserted:
+    """Hidden states that a microbatch has in place of embeddings: those of images between words.
+
+    Attributes:
+        at: Which of this rank's own slots, bool, in their shape.
+        rows: What they have, in the order of the slots, ``(number, hidden)``; its gradient comes back in it.
+    """
+
+    at: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class Stepped:
     """What came of a step, the same on every rank.
 
@@ -76,6 +89,7 @@ def forward_backward(
     objective: Objective | None = None,
     *,
     step: int = 0,
+    inserted: Sequence[Inserted] | None = None,
 ) -> Stepped:
     """Run microbatches forward and backward, and add their gradients to those of the weights.
 
@@ -85,13 +99,16 @@ def forward_backward(
             ranks.
         objective: What is trained on.
         step: The number of the step, for dropout.
+        inserted: For each microbatch what stands in place of embeddings, on ranks of the first stage.
 
     Raises:
         PlanError, DtypeError, UnknownNameError: Ranks do not agree on the step, or one cannot take it; see
             ``agreement.check_step``. Raised on all ranks, before anything is computed.
     """
     kind = "interleaved" if runtime.parallel.vp > 1 else "1f1b"
-    return _run(runtime, batches, objective or Objective(), kind=kind, step=step, keep=False)
+    return _run(
+        runtime, batches, objective or Objective(), kind=kind, step=step, keep=False, inserted=inserted
+    )
 
 
 def evaluate(
@@ -100,6 +117,7 @@ def evaluate(
     objective: Objective | None = None,
     *,
     keep_logprobs: bool = False,
+    inserted: Sequence[Inserted] | None = None,
 ) -> Stepped:
     """Run microbatches forward only.
 
@@ -108,9 +126,18 @@ def evaluate(
         batches: As of ``forward_backward``.
         objective: What is reported.
         keep_logprobs: Whether every rank gets the log-probabilities of its data rank's tokens.
+        inserted: As of ``forward_backward``.
     """
     with torch.no_grad():
-        return _run(runtime, batches, objective or Objective(), kind="forward", step=0, keep=keep_logprobs)
+        return _run(
+            runtime,
+            batches,
+            objective or Objective(),
+            kind="forward",
+            step=0,
+            keep=keep_logprobs,
+            inserted=inserted,
+        )
 
 
 def _run(
@@ -121,8 +148,10 @@ def _run(
     kind: str,
     step: int,
     keep: bool,
+    inserted: Sequence[Inserted] | None,
 ) -> Stepped:
     common = {"step": step, **vars(objective), "loss": named(objective.loss), "keep_logprobs": keep}
+    common["inserted"] = inserted is not None
     check_step(runtime, batches, kind="evaluate" if kind == "forward" else "forward_backward", common=common)
     decoder = replace(runtime.decoder, balance=bool(objective.balance))
     parallel, groups = runtime.parallel, runtime.groups
@@ -149,7 +178,9 @@ def _run(
     def computed(number: int, chunk: int, x: Tensor | None) -> Output:
         """A microbatch through a chunk: the hidden state that goes on, and the objective that is due here."""
         seen = views[number]
-        x = embedded(decoder, weights, seen) if first and chunk == 0 else x
+        if first and chunk == 0:
+            x = embedded(decoder, weights, seen)
+            x = x if inserted is None else _with(x, inserted[number])
         assert x is not None
         x, routings = through(decoder, weights, x, runtime.chunks[chunk], seen)
         terms = _balance_terms(routings, seen, objective)
@@ -206,6 +237,12 @@ def _counts(
     counts = count_targets(masks, group=group)
     routed = counts.pop("tokens") * sparse + counts.pop("further") * (all_sparse > sparse)
     return counts | dict.fromkeys(_weights(objective), routed)
+
+
+def _with(x: Tensor, inserted: Inserted) -> Tensor:
+    """Hidden states with some rows replaced."""
+    places = inserted.at.reshape(-1).nonzero().view(-1)
+    return x.flatten(0, -2).index_copy(0, places, inserted.rows).view(x.shape)
 
 
 def _head(k: int) -> str:
