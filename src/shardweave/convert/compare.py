@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,8 @@ from shardweave.plan import Copy, Plan, plan
 from shardweave.store.manifest import Manifest
 from shardweave.store.read import Reader
 
-_SLAB_BYTES = 8 << 20
+_SLAB_BYTES = 1 << 20
+"""Of each side at once: small enough to stay in cache from the reading to the comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ def differences(
         right: Where the plan would write.
         progress: Told of bytes compared.
     """
-    with Reader(left) as a, Reader(right) as b:
+    with Reader(left) as mine, Reader(right) as other:
+        a, b = _Side(mine), _Side(other)
         for copy in compared.copies():
             copy = by_stored_keys(compared, copy)
             if left is right and copy.src_name == copy.dst_name:
@@ -64,7 +68,7 @@ def differences(
             for block in _by_member(copy):
                 found = _compare(block, a, b)
                 if progress is not None:
-                    progress(block.dst_box.numel * itemsize(b.manifest.tensors[block.dst_name].dtype))
+                    progress(block.dst_box.numel * itemsize(right.tensors[block.dst_name].dtype))
                 if found is not None:
                     yield found
 
@@ -91,18 +95,18 @@ def _only(box: Box, dims: Sequence[int], turn: tuple[int, ...]) -> Box:
     )
 
 
-def _compare(copy: Copy, a: Reader, b: Reader) -> Difference | None:
-    tensor = b.manifest.tensors[copy.dst_name]
+def _compare(copy: Copy, a: _Side, b: _Side) -> Difference | None:
+    tensor = b.reader.manifest.tensors[copy.dst_name]
     most = _SLAB_BYTES // itemsize(tensor.dtype)
     first: Difference | None = None
     for slab in slabs((0,) * len(copy.dst_box.dims), copy.dst_box.shape, most):
         positions = dict(zip(copy.dst_dims, slab.dims, strict=True))
-        mine = _block(a, copy.src_name, copy.src_box, [positions.get(d, range(1)) for d in copy.src_dims])
-        other = _block(b, copy.dst_name, copy.dst_box, list(slab.dims))
+        mine = a.block(copy.src_name, copy.src_box, [positions.get(d, range(1)) for d in copy.src_dims])
+        other = b.block(copy.dst_name, copy.dst_box, list(slab.dims))
         mine = copy.to_destination(mine)
-        different = np.argwhere(mine != other)
-        if not len(different):
+        if np.array_equal(mine, other):
             continue
+        different = np.argwhere(mine != other)
         if first is None:
             at = tuple(int(i) for i in different[0])
             name, index = _element(copy, {d: slab.dims[i][at[i]] for i, d in enumerate(copy.dst_dims)})
@@ -114,13 +118,29 @@ def _compare(copy: Copy, a: Reader, b: Reader) -> Difference | None:
     return first
 
 
-def _block(reader: Reader, key: str, box: Box, positions: list[range]) -> np.ndarray:
-    """The stored words at some positions of a box of an array."""
-    wanted = [
-        range(mine[p[0]], mine[p[-1]] + 1, mine.step) for mine, p in zip(box.dims, positions, strict=True)
-    ]
-    hull = reader.load_box(key, [r.start for r in wanted], [r[-1] - r[0] + 1 for r in wanted])
-    return hull[tuple(slice(None, None, r.step) for r in wanted)].view(f"<u{hull.itemsize}")
+class _Side:
+    """One of two checkpoints, and a buffer that is used again: fresh memory is slow to touch."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._buffer = np.empty(_SLAB_BYTES, np.uint8)
+
+    def block(self, key: str, box: Box, positions: list[range]) -> np.ndarray:
+        """The stored words at some positions of a box of an array; good until the next ones are asked for."""
+        wanted = [
+            range(mine[p[0]], mine[p[-1]] + 1, mine.step) for mine, p in zip(box.dims, positions, strict=True)
+        ]
+        offset, shape = [r.start for r in wanted], [r[-1] - r[0] + 1 for r in wanted]
+        item = itemsize(self.reader.manifest.tensors[key].dtype)
+        size = math.prod(shape) * item
+        if size > len(self._buffer):
+            hull = self.reader.load_box(key, offset, shape).view(f"<u{item}")
+        else:
+            hull = self._buffer[:size].view(f"<u{item}").reshape(shape)
+            self.reader.fill(key, offset, hull)
+        # The ellipsis keeps a view where there are no dims, and numpy would give a number.
+        at: tuple[Any, ...] = tuple(slice(None, None, r.step) for r in wanted)
+        return hull[(*at, ...)]
 
 
 def _element(copy: Copy, position: dict[int, int]) -> tuple[str, tuple[int, ...]]:

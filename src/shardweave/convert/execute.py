@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from shardweave.layout.box import Box, intersect_range
 from shardweave.layout.dtype import itemsize
 from shardweave.plan import Copy, Plan
 from shardweave.store.boxes import Boxes
+from shardweave.store.crc import crc32
 from shardweave.store.manifest import Extent, Manifest, StoredTensor
 from shardweave.store.paths import inside
 from shardweave.store.read import Reader, read_into
@@ -36,6 +36,8 @@ _SLAB_BYTES = 4 << 20
 _WRITE_BYTES = 512 << 10
 """What one call writes at most. ext4 takes memory in pieces as large as the call: of 2 MiB there are
 seldom enough at hand, and a write then waits until some are made. It costs up to six times as much."""
+_MAX_OPEN = 16
+"""Files that a worker keeps open to write into, beside those that its reader has."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were finished since the last call."""
@@ -181,13 +183,12 @@ class _Worker:
         self.dtypes = {key: tensor.dtype for key, tensor in source.tensors.items()}
         self.slab = np.empty(slab_bytes, dtype=np.uint8)
         self.crc, self.tell = crc, tell
-        self.file: tuple[str, int] | None = None
+        self.files: OrderedDict[str, int] = OrderedDict()
 
     def close(self) -> None:
         self.reader.close()
-        if self.file is not None:
-            os.close(self.file[1])
-            self.file = None
+        while self.files:
+            os.close(self.files.popitem()[1])
 
     def holds(self, task: Task, number: int, recorded: Mapping[str, Any] | None) -> bool:
         """Whether the file has the bytes that the journal says."""
@@ -271,14 +272,15 @@ class _Worker:
             raise unwritable(error, f"{extent.file} at byte {at + done}") from error
 
     def _file(self, extent: Extent) -> int:
-        """The file of an extent, open; extents come in the order of files."""
+        """The file of an extent, open; an array that is cut goes through several, in turn."""
         name = extent.file
-        if self.file is None or self.file[0] != name:
-            if self.file is not None:
-                os.close(self.file[1])
+        if name not in self.files:
             path = inside(self.target.root, name, where=str(self.target.root))
-            self.file = name, os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        return self.file[1]
+            if len(self.files) >= _MAX_OPEN:
+                os.close(self.files.popitem(last=False)[1])
+            self.files[name] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.files.move_to_end(name)
+        return self.files[name]
 
 
 class _Checksums:
@@ -291,7 +293,7 @@ class _Checksums:
     def update(self, data: memoryview) -> None:
         self._digest.update(data)
         if self._crc is not None:
-            self._crc = zlib.crc32(data, self._crc)
+            self._crc = crc32(data, self._crc)
 
     def facts(self) -> dict[str, Any]:
         crc = {} if self._crc is None else {"crc32": self._crc}

@@ -1,4 +1,7 @@
-"""The CRC-32 of bytes that were written part by part.
+"""The CRC-32 of bytes, also of those that were written part by part.
+
+`crc32` is ``zlib``'s, or that of ``zlib-ng`` where it is installed (the extra ``fast``): the same numbers by
+the processor's multiplication without carries, in a tenth of the time.
 
 A zip record has one CRC over all its bytes. Where a record is filled by several writers in any order, each
 knows the CRC of its own part, and those of neighbours join without reading a byte again.
@@ -6,9 +9,15 @@ knows the CRC of its own part, and those of neighbours join without reading a by
 
 from __future__ import annotations
 
-import zlib
 from functools import lru_cache
 from typing import Final
+
+try:
+    from zlib_ng.zlib_ng import crc32
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["combine", "crc32", "zeros"]
 
 _POLYNOMIAL: Final = 0xEDB88320
 """Of CRC-32, its lowest power in the highest bit, as zlib counts."""
@@ -21,7 +30,7 @@ def combine(first: int, second: int, num_bytes: int) -> int:
 
     Law: ``combine(crc32(a), crc32(b), len(b)) == crc32(a + b)``.
 
-    >>> combine(zlib.crc32(b"shard"), zlib.crc32(b"weave"), 5) == zlib.crc32(b"shardweave")
+    >>> combine(crc32(b"shard"), crc32(b"weave"), 5) == crc32(b"shardweave")
     True
     """
     return _times(_power(num_bytes), first) ^ second
@@ -30,11 +39,11 @@ def combine(first: int, second: int, num_bytes: int) -> int:
 def zeros(num_bytes: int, crc: int = 0) -> int:
     """The CRC of bytes of CRC ``crc`` and ``num_bytes`` zeros behind them.
 
-    >>> zeros(3, zlib.crc32(b"a")) == zlib.crc32(bytes([97, 0, 0, 0]))
+    >>> zeros(3, crc32(b"a")) == crc32(bytes([97, 0, 0, 0]))
     True
     """
     for start in range(0, num_bytes, _PIECE):
-        crc = zlib.crc32(bytes(min(_PIECE, num_bytes - start)), crc)
+        crc = crc32(bytes(min(_PIECE, num_bytes - start)), crc)
     return crc
 
 

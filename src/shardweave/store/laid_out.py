@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +126,7 @@ def seal(
             for storage, start in zip(file.archive.storages, file.archive.starts, strict=True):
                 if storage.data is not None:
                     os.pwrite(descriptor, storage.data, start)
-                    crcs.append(zlib.crc32(storage.data))
+                    crcs.append(crc.crc32(storage.data))
                 else:
                     crcs.append(_crc_of(storage, start, file.name, descriptor, manifest, known))
             for at, data in file.archive.around(crcs):
@@ -167,7 +166,7 @@ def _crc_of(
 def _read(descriptor: int, start: int, num_bytes: int) -> int:
     total = 0
     for at in range(start, start + num_bytes, _PIECE):
-        total = zlib.crc32(os.pread(descriptor, min(_PIECE, start + num_bytes - at), at), total)
+        total = crc.crc32(os.pread(descriptor, min(_PIECE, start + num_bytes - at), at), total)
     return total
 
 

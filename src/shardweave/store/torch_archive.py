@@ -13,13 +13,13 @@ Laws:
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardweave.errors import OutsideError, PickleError
 from shardweave.store import pickles_write, torch_save
+from shardweave.store.crc import crc32
 from shardweave.store.manifest import ITEMSIZE
 from shardweave.store.pickles import Instance
 
@@ -169,7 +169,7 @@ def stream(value: Any) -> bytes:
             equation=f"storages known({len(known)}) != storages({len(archive.storages)})",
             hint="lay the archive out and fill it",
         )
-    pieces = list(archive.around([zlib.crc32(data) for data in known]))
+    pieces = list(archive.around([crc32(data) for data in known]))
     return b"".join(piece + data for (_, piece), data in zip(pieces, [*known, b""], strict=True))
 
 

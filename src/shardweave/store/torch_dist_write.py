@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +26,7 @@ from shardweave.errors import (
     OutsideError,
 )
 from shardweave.store import torch_index, torch_save
+from shardweave.store.crc import crc32
 from shardweave.store.laid_out import open_laid_out
 from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor, TensorSpec
 from shardweave.store.pickles_write import from_plain
@@ -183,7 +183,7 @@ def _close(
     if crc is None:
         crc = 0
         for at in range(extent.start, stop, _PIECE):
-            crc = zlib.crc32(os.pread(descriptor, min(_PIECE, stop - at), at), crc)
+            crc = crc32(os.pread(descriptor, min(_PIECE, stop - at), at), crc)
     head, tail = torch_save.frame(tensor.dtype, extent.shape, crc)
     os.pwrite(descriptor, head, extent.start - len(head))
     os.pwrite(descriptor, tail, stop)

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from mmap import mmap
+from mmap import MADV_DONTNEED, PAGESIZE, mmap
 from typing import Any, Final
 
 from shardweave.errors import DigestError, DtypeError, FormatError, TruncatedError
 from shardweave.store import pickles, pickles_write
+from shardweave.store.crc import crc32
 from shardweave.store.manifest import ITEMSIZE
 from shardweave.store.pickles import Allow, Global, Instance, Stored, brief
 
@@ -80,7 +80,7 @@ _END: Final = struct.Struct("<4s4H2IH")
 _END64: Final = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = struct.Struct("<4sIQI")
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
-_PIECE: Final = 16 << 20
+_PIECE: Final = 4 << 20
 _MARKS: Final = (b"PK\x07\x08", b"PK\x03\x04", b"PK\x01\x02")
 
 
@@ -152,7 +152,12 @@ def _compare(data: Buffer, begin: int, size: int, crc: int, *, where: str) -> No
     found = 0
     with memoryview(data) as view:  # a slice of a map is a copy
         for at in range(begin, begin + size, _PIECE):
-            found = zlib.crc32(view[at : min(at + _PIECE, begin + size)], found)
+            stop = min(at + _PIECE, begin + size)
+            found = crc32(view[at:stop], found)
+            if isinstance(data, mmap):
+                # What was summed stays in the page cache, and is no longer counted as this process's.
+                low = at // PAGESIZE * PAGESIZE
+                data.madvise(MADV_DONTNEED, low, stop - low)
     if found != crc:
         raise DigestError(
             "bytes have the CRC that was stored with them",
@@ -418,7 +423,7 @@ class Zip:
 
     def record(self, name: str, data: bytes, *, align: bool = False) -> None:
         """A record whose bytes are known."""
-        self.header(name, len(data), zlib.crc32(data), align=align)
+        self.header(name, len(data), crc32(data), align=align)
         self._add(data)
 
     def take(self, skip: int = 0) -> bytes:
