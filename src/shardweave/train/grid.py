@@ -3,23 +3,24 @@
 ``plan_groups`` is arithmetic: which lists of ranks need a communicator, and who is in which. It can be
 printed and compared for any world, also one of 16,384 ranks, before a process exists. ``connect`` makes the
 communicators of one rank from a store. No global group is read or made, so that several grids, an encoder's
-beside a language model's, live in one world and cannot be mixed up.
+beside a language model's, live in one world and cannot be mixed up: on the same ranks, on others, or on some
+of the same. What computes a model is given ``groups.of("encoder")``, and knows of no other grid.
 
-- Equal lists of ranks share a communicator; a list of one rank needs none.
-- All ranks make what they share in one order, so that none waits for another in a ring.
+- Equal lists of ranks share a communicator, over all grids; a list of one rank needs none.
+- All ranks make what they share in one order, that of the plan. So none waits for another in a ring: of the
+  communicators that are not made yet, nothing keeps the members of the first from it.
 - A rank that is not a member of a group is told so, and a group that nobody planned is an error: neither
   is ever rank 0 of 1 by default.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardweave.errors import GeometryError, MeshError, TransportError, UnknownNameError
+from shardweave.errors import GeometryError, TransportError, UnknownNameError
 from shardweave.layout import Mesh
 from shardweave.layout.layout import format_ranks
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 Ranks = tuple[int, ...]
+
+GRID = "model"
+"""The name of the grid of a model, in a plan of its own and in the groups ``of`` its grid of a larger one."""
 
 
 # --- plans --------------------------------------------------------------------------------------
@@ -65,6 +69,7 @@ class GroupPlan:
         grids: The meshes by name.
         names: For each grid, its groups by name.
         communicators: The lists of ranks that need one, in the order in which they are made.
+        across: The ranks of each group over several grids, ascending, by name.
 
     Laws:
         Same input, same plan, on every rank.
@@ -75,6 +80,7 @@ class GroupPlan:
     grids: Mapping[str, Mesh]
     names: Mapping[str, Mapping[str, Over]]
     communicators: tuple[Ranks, ...]
+    across: Mapping[str, Ranks] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -89,6 +95,49 @@ class GroupPlan:
             for rank in ranks:
                 found.setdefault(rank, []).append(number)
         return {rank: tuple(numbers) for rank, numbers in found.items()}
+
+    @property
+    def most_calls(self) -> int:
+        """How many communicators the busiest rank makes."""
+        return max((len(numbers) for numbers in self.of_rank.values()), default=0)
+
+    @property
+    def mean_calls(self) -> float:
+        """How many communicators a rank of a grid makes on average."""
+        ranks = set[int]().union(*(mesh.ranks for mesh in self.grids.values()))
+        return sum(map(len, self.communicators)) / len(ranks)
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of all names, equal ones and those of one rank too.
+
+        It is how many communicators every rank makes where all ranks take part in making each of them, as
+        ``torch.distributed.new_group`` wants it.
+        """
+        groups = (over.groups(self.grids[grid]) for grid, of in self.names.items() for over in of.values())
+        return sum(1 for some in groups for _ in some) + len(self.across)
+
+    def of(self, grid: str) -> GroupPlan:
+        """The plan of one grid alone, under the name that a model knows its own by, ``GRID``.
+
+        Raises:
+            UnknownNameError: There is no such grid.
+        """
+        return plan_groups({GRID: self.mesh(grid)}, {GRID: self.names.get(grid, {})})
+
+    def mesh(self, grid: str) -> Mesh:
+        """The mesh of a grid.
+
+        Raises:
+            UnknownNameError: There is no such grid.
+        """
+        if grid not in self.grids:
+            raise UnknownNameError(
+                "a grid that is asked for was planned",
+                equation=f"{grid} is not among {', '.join(self.grids)}",
+                hint="give plan_groups() its mesh",
+            )
+        return self.grids[grid]
 
     def ranks(self, rank: int, grid: str, name: str) -> Ranks | None:
         """The group of a rank, or ``None`` where it is not a member of any of that name.
@@ -113,10 +162,9 @@ class GroupPlan:
         return group if rank in group else None
 
     def __str__(self) -> str:
-        most = max((len(numbers) for numbers in self.of_rank.values()), default=0)
         lines = [
             f"{self.world_size} ranks, {len(self.communicators)} communicators, "
-            f"a rank is in {most} of them at most"
+            f"a rank is in {self.most_calls} of them at most, in {self.mean_calls:.4g} on average"
         ]
         for grid, names in self.names.items():
             mesh = self.grids[grid]
@@ -128,40 +176,59 @@ class GroupPlan:
                 lines.append(
                     f"  {name}: {len(groups)} of {', '.join(map(str, sizes))} ranks, the first {first}"
                 )
+        lines += [f"{name}: {format_ranks(ranks, 4)}" for name, ranks in self.across.items()]
         return "\n".join(lines)
 
 
 def plan_groups(
-    grids: Mapping[str, Mesh], groups: Mapping[str, Mapping[str, Sequence[str] | Over]]
+    grids: Mapping[str, Mesh],
+    groups: Mapping[str, Mapping[str, Sequence[str] | Over]],
+    *,
+    across: Mapping[str, Sequence[str]] | None = None,
 ) -> GroupPlan:
     """Which communicators the groups of some grids need.
 
     Args:
-        grids: Meshes of one world by name. Two have the same ranks, or none in common.
+        grids: Meshes of one world by name, on the same ranks, on others, or on some of the same.
         groups: For each grid, the axes of each group by name.
+        across: Groups over all ranks of several grids: the grids of each by name.
 
     Raises:
-        MeshError: Two grids overlap in part, an axis is not of its mesh, or of no one factorisation with the
-            others of its group.
+        MeshError: An axis is not of its mesh, or of no one factorisation with the others of its group.
         UnknownNameError: Groups are given of a grid that there is not.
 
     >>> mesh = Mesh((("tp", 2), ("dp", 2)))
     >>> plan = plan_groups({"llm": mesh}, {"llm": {"tp": ("tp",), "dp": ("dp",), "all": ("tp", "dp")}})
     >>> print(plan)
-    4 ranks, 5 communicators, a rank is in 3 of them at most
+    4 ranks, 5 communicators, a rank is in 3 of them at most, in 3 on average
     llm: tp=2,dp=2
       tp: 2 of 2 ranks, the first ranks 0, 1
       dp: 2 of 2 ranks, the first ranks 0, 2
       all: 1 of 4 ranks, the first ranks 0, 1, 2, 3
+
+    A second grid on two of these ranks and two others. Ranks 2 and 3 are a pair in both: one communicator.
+
+    >>> vision = Mesh((("tp", 2), ("dp", 2)), offset=2)
+    >>> print(plan_groups(
+    ...     {"llm": mesh, "vision": vision},
+    ...     {"llm": {"tp": ("tp",)}, "vision": {"tp": ("tp",)}},
+    ...     across={"world": ("llm", "vision")},
+    ... ))
+    6 ranks, 4 communicators, a rank is in 2 of them at most, in 2 on average
+    llm: tp=2,dp=2
+      tp: 2 of 2 ranks, the first ranks 0, 1
+    vision: tp=2,dp=2 @ 2
+      tp: 2 of 2 ranks, the first ranks 2, 3
+    world: ranks 0, 1, 2, 3, ... 6 in all
     """
-    strange = sorted(set(groups) - set(grids))
+    across = {} if across is None else across
+    strange = sorted({*groups, *(grid for some in across.values() for grid in some)} - set(grids))
     if strange:
         raise UnknownNameError(
             "groups are those of a grid",
             equation=f"{', '.join(strange)} not among grids({', '.join(grids)})",
             hint="name each grid in both arguments",
         )
-    _check_apart(grids)
     names = {
         grid: {name: axes if isinstance(axes, Over) else Over(tuple(axes)) for name, axes in of.items()}
         for grid, of in groups.items()
@@ -173,20 +240,12 @@ def plan_groups(
         for ranks in over.groups(grids[grid])
         if len(ranks) > 1
     }
-    return GroupPlan(dict(grids), names, tuple(wanted))
-
-
-def _check_apart(grids: Mapping[str, Mesh]) -> None:
-    items = sorted(grids.items(), key=lambda item: (item[1].offset, item[1].size))
-    for (a, first), (b, second) in itertools.pairwise(items):
-        if first.ranks != second.ranks and second.offset < first.ranks.stop:
-            raise MeshError(
-                "two grids have the same ranks or none in common",
-                where=f"grids {a!r} and {b!r}",
-                equation=f"ranks {first.offset}..{first.ranks.stop - 1} and "
-                f"{second.offset}..{second.ranks.stop - 1} overlap",
-                hint="give the second one an offset, or make both of the same size",
-            )
+    over_all = {
+        name: tuple(sorted(set[int]().union(*(grids[grid].ranks for grid in some))))
+        for name, some in across.items()
+    }
+    wanted |= {ranks: None for ranks in over_all.values() if len(ranks) > 1}
+    return GroupPlan(dict(grids), names, tuple(wanted), over_all)
 
 
 # --- groups of one rank -------------------------------------------------------------------------
@@ -230,6 +289,54 @@ class Groups:
         self.plan, self.rank = plan, rank
         self._comms = dict(comms)
         self._known: dict[tuple[str, str], Group | None] = {}
+        self._across: dict[str, Group] = {}
+
+    def of(self, grid: str) -> Groups:
+        """The groups of one grid, as the model on it sees them: ``GRID`` is the name of this grid.
+
+        They are the same groups, over the same communicators, and closed with these and not on their own.
+        There are no others in it, so that no sum can go over ranks of another grid. Also a rank outside the
+        grid has them, and is not a member of any.
+
+        Raises:
+            UnknownNameError: There is no such grid.
+
+        >>> mesh, beside = Mesh((("tp", 2),)), Mesh((("tp", 4),))
+        >>> both = {"llm": mesh, "vision": beside}
+        >>> groups = Groups(plan_groups(both, {name: {"tp": ("tp",)} for name in both}), 1, {})
+        >>> groups.of("vision").get(GRID, "tp") is groups.get("vision", "tp")
+        True
+        """
+        return _OfGrid(self, grid)
+
+    def member(self, grid: str) -> bool:
+        """Whether this rank is on a grid.
+
+        Raises:
+            UnknownNameError: There is no such grid.
+        """
+        return self.rank in self.plan.mesh(grid).ranks
+
+    def across(self, name: str) -> Group:
+        """A group over several grids.
+
+        Raises:
+            UnknownNameError: Nobody planned it.
+            GeometryError: This rank is on none of these grids.
+        """
+        if name not in self.plan.across:
+            raise UnknownNameError(
+                "a group that is asked for was planned",
+                where=f"rank {self.rank}",
+                equation=f"{name} is not among across({', '.join(self.plan.across)})",
+                hint="plan it with plan_groups(across=...); the groups of one grid have none",
+            )
+        if name not in self._across:
+            ranks = self.plan.across[name]
+            if self.rank not in ranks:
+                raise _not_a_member(self.rank, name, format_ranks(ranks, 4))
+            self._across[name] = Group(name, ranks, ranks.index(self.rank), self._comms.get(ranks))
+        return self._across[name]
 
     def find(self, grid: str, name: str) -> Group | None:
         """A group, or ``None`` where this rank is not a member of any of that name.
@@ -256,12 +363,7 @@ class Groups:
         """
         found = self.find(grid, name)
         if found is None:
-            raise GeometryError(
-                "a rank uses groups that it is a member of",
-                where=f"rank {self.rank}, group {grid}.{name}",
-                equation=f"rank({self.rank}) in no group of that name on {self.plan.grids[grid]}",
-                hint="ask find(), which says None, where not every rank is a member",
-            )
+            raise _not_a_member(self.rank, f"{grid}.{name}", f"{self.plan.grids[grid]}")
         return found
 
     def close(self) -> None:
@@ -271,7 +373,7 @@ class Groups:
         live on; a communicator would live, and its peers wait, as long as any of them.
         """
         comms, self._comms = self._comms, {ranks: _Closed(ranks) for ranks in self._comms}
-        for group in self._known.values():
+        for group in (*self._known.values(), *self._across.values()):
             if group is not None and group.comm is not None:
                 object.__setattr__(group, "comm", self._comms[group.ranks])
         while comms:
@@ -280,6 +382,42 @@ class Groups:
                 continue
             if comm.name() in ("nccl", "memory"):
                 comm.abort()
+
+
+class _OfGrid(Groups):
+    """The groups of one grid of a larger plan, under the name ``GRID``."""
+
+    def __init__(self, whole: Groups, grid: str) -> None:
+        super().__init__(whole.plan.of(grid), whole.rank, {})
+        self._whole, self._grid = whole, grid
+
+    def find(self, grid: str, name: str) -> Group | None:
+        """As of all of them."""
+        if grid != GRID:
+            self.plan.mesh(grid)  # which says that there is none
+        return self._whole.find(self._grid, name)
+
+    def close(self) -> NoReturn:
+        """Refuse: other grids use these communicators too.
+
+        Raises:
+            TransportError: Always.
+        """
+        raise TransportError(
+            "the groups of all grids are closed at once",
+            where=f"rank {self.rank}, grid {self._grid}",
+            equation=f"close() of groups.of({self._grid!r})",
+            hint="close what connect() gave: whoever waits on any grid is freed with it",
+        )
+
+
+def _not_a_member(rank: int, name: str, on: str) -> GeometryError:
+    return GeometryError(
+        "a rank uses groups that it is a member of",
+        where=f"rank {rank}, group {name}",
+        equation=f"rank({rank}) in no group of that name on {on}",
+        hint="ask find(), which says None, or member() where not every rank is one",
+    )
 
 
 class _Closed:

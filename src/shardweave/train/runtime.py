@@ -20,6 +20,7 @@ from shardweave.layout import Layout
 from shardweave.train.arrays import Held, held_arrays
 from shardweave.train.decoder import Decoder
 from shardweave.train.gathered import Gathered, shared_weights
+from shardweave.train.grid import GRID as GRID
 from shardweave.train.grid import GroupPlan, Groups, plan_groups
 from shardweave.train.layout import train_layout
 from shardweave.train.maths import Maths, maths
@@ -27,9 +28,6 @@ from shardweave.train.mtp import with_heads
 from shardweave.train.parallel import Parallel
 from shardweave.train.random import Normal, init
 from shardweave.train.schedule import stages_of
-
-GRID = "model"
-"""The name of the grid of a model in a plan of groups."""
 
 
 @dataclass(frozen=True)
