@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from shardweave.convert.checkpoint import Checkpoint
 from shardweave.errors import AccountingError
@@ -14,6 +15,9 @@ from shardweave.layout.dtype import itemsize
 from shardweave.layout.holders import first_holders
 from shardweave.plan import Plan
 from shardweave.store.manifest import Manifest
+
+NOT_ASKED: Final = "not asked for"
+"""Why what is stored of a model is left out of a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +53,13 @@ def account(source: Checkpoint, plan: Plan) -> Account:
     shared = _shared(manifest)
     held: dict[Tensor, int] = defaultdict(int)
     used = 0
-    for key, buffer, elements in _arrays(first_holders(layout)):
+    for key, buffer, elements in arrays_of(first_holders(layout)):
         for tensor, count in elements.items():
             held[tensor] += count
         if key not in shared:
             used += sum(elements.values()) * itemsize(buffer.dtype)
     stored, padding = 0, dict[str, int]()
-    for key, buffer, elements in _arrays(layout):
+    for key, buffer, elements in arrays_of(layout):
         if key in shared:
             continue
         real, size = sum(elements.values()), itemsize(buffer.dtype)
@@ -63,6 +67,7 @@ def account(source: Checkpoint, plan: Plan) -> Account:
         if math.prod(buffer.shape) != real:
             padding[key] = (math.prod(buffer.shape) - real) * size
     replica = stored - used
+    in_part = {key: padding.pop(key) for key in source.in_part & padding.keys()}
     for tensor, count in held.items():
         # A plan is proved to fill every element of every tensor that its target has.
         read = tensor.numel if tensor in plan.dst.holders else 0
@@ -73,7 +78,7 @@ def account(source: Checkpoint, plan: Plan) -> Account:
                 equation=f"read {read} of {count} elements",
                 hint="choose a target that holds it: a conversion drops no weight",
             )
-    left_out = {key: manifest.tensors[key].num_bytes for key in source.left_out}
+    left_out = in_part | {key: manifest.tensors[key].num_bytes for key in source.left_out}
     objects = {key: place for key, place in places.items() if key not in source.read}
     beside = sum(
         manifest.tensors[key].num_bytes if key in manifest.tensors else places[key]["length"]
@@ -93,11 +98,15 @@ def account(source: Checkpoint, plan: Plan) -> Account:
             f"+ left out({sum(left_out.values())}) = {payload} > files({total})",
             hint="two arrays share bytes in the files; the checkpoint is damaged",
         )
-    reasons = {**source.left_out, **dict.fromkeys(objects, "object of the framework, cannot be converted")}
+    reasons = {
+        **dict.fromkeys(in_part, NOT_ASKED),
+        **source.left_out,
+        **dict.fromkeys(objects, "object of the framework, cannot be converted"),
+    }
     return Account(used, replica, padding, left_out, total - payload, total, reasons)
 
 
-def _arrays(layout: Layout) -> Iterator[tuple[str, Buffer, Mapping[Tensor, int]]]:
+def arrays_of(layout: Layout) -> Iterator[tuple[str, Buffer, Mapping[Tensor, int]]]:
     """Every array by key, with its buffer and the elements of each tensor in it."""
     counts: dict[int, Mapping[Tensor, int]] = {}
     for key, (buffer, _) in layout.stored().items():

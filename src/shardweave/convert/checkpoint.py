@@ -26,6 +26,8 @@ class Checkpoint:
         left_out: Stored keys that are not in the layout, with the reason.
         read: Stored keys beside the layout that were read nevertheless.
         buffers: The names of tensors that are no parameters, as far as the format says it.
+        only: Patterns of which part of the model it is, each further ones of the part before; empty if whole.
+        in_part: Keys of arrays that hold something of the model besides that part.
     """
 
     manifest: Manifest
@@ -35,6 +37,8 @@ class Checkpoint:
     left_out: Mapping[str, str]
     read: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
+    only: tuple[tuple[str, ...], ...] = ()
+    in_part: frozenset[str] = frozenset()
 
     @property
     def format(self) -> str:

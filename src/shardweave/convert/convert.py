@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from shardweave.convert.execute import unwritable
 from shardweave.convert.formats import FORMATS, Format, written
 from shardweave.convert.kept import Kept, kept
 from shardweave.convert.masters import with_states
+from shardweave.convert.part import part_of_checkpoint
 from shardweave.convert.source import open_checkpoint
 from shardweave.convert.target import Target, Wanted
 from shardweave.convert.together import ALONE, Company
@@ -106,6 +107,7 @@ def prepare(
     layout: Layout | None = None,
     to_layout: Layout | None = None,
     weights_only: bool = False,
+    only: Collection[str] = (),
     settings: Settings | None = None,
     **wanted: Any,
 ) -> Job:
@@ -121,6 +123,7 @@ def prepare(
         layout: Which shard of a rank of the source holds what, where its format does not say.
         to_layout: The same of the target.
         weights_only: Whether to leave out the state of the optimizer in any case.
+        only: Patterns of the names of tensors that are wanted; all by default. See ``models.chosen``.
         settings: What reads the settings of the optimizer off a native checkpoint that a run saved;
             ``shardweave.train.interchange.settings_of``.
         wanted: What is asked of the target; the attributes of ``Wanted``.
@@ -141,6 +144,9 @@ def prepare(
         state = states(source, settings=settings)
     elif not _may_have_state(source):
         no_state = ""
+    _check_part(form, source, only)
+    if only:
+        source, state = part_of_checkpoint(source, state, tuple(only))
     if state is not None:
         source, state = with_states(source, state, masters=masters, dtype=asked.dtype)
     if asked.dtype and source.model.scaled:
@@ -154,6 +160,19 @@ def prepare(
     made = form.target(source, state, asked)
     planned = plan(source.layout, made.layout, allow_casts=asked.dtype is not None)
     return Job(source, made, planned, state, no_state)
+
+
+def _check_part(form: Format, source: Checkpoint, only: Collection[str]) -> None:
+    """A part is written where tensors are whole and found by their names."""
+    if (only or source.only) and not form.takes_part:
+        takers = ", ".join(one.name for one in FORMATS.values() if one.takes_part)
+        raise GeometryError(
+            "a part of a model is written in a format that stores whole tensors under their names",
+            where=str(source.manifest.root),
+            equation=f"to={form.name}, and "
+            + (f"only({', '.join(only)})" if only else "the source is a part of a model"),
+            hint=f"write one of {takers}, or convert the whole model",
+        )
 
 
 def _no_state(form: Format, wanted: Wanted, *, weights_only: bool) -> str:

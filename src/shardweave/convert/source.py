@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from shardweave.convert import part
 from shardweave.convert.arrays import as_stored
 from shardweave.convert.checkpoint import Checkpoint
 from shardweave.convert.formats import FORMATS, detect
@@ -20,6 +21,7 @@ from shardweave.convert.staging import require_finished
 from shardweave.errors import GeometryError, ModelError
 from shardweave.layout import Layout
 from shardweave.models import from_config, plain
+from shardweave.models.chosen import chosen
 from shardweave.store.manifest import Manifest
 
 PLAIN: Final = "none"
@@ -39,6 +41,8 @@ def open_checkpoint(
     root: Path, *, config: Path | Mapping[str, Any] | None = None, layout: Layout | None = None
 ) -> Checkpoint:
     """Read what a checkpoint holds and prove that it is a whole model, without reading its weights.
+
+    What says of itself that it is a part of a model is proved to be that part.
 
     Args:
         root: A folder, or one safetensors file.
@@ -64,7 +68,7 @@ def open_checkpoint(
             equation=f"layout({layout.name}), and the checkpoint is of format {form.name}",
             hint="leave it out: the names in this format say what an array is",
         )
-    values = config_of(manifest, config)
+    values, only = _described(manifest, config)
     manifest = form.named(manifest, values)
     left_out = {key: "not a weight" for key in manifest.tensors if key.startswith(form.beside)}
     if values is not None:
@@ -81,6 +85,8 @@ def open_checkpoint(
             form.shapes(stored, manifest),
             dtypes={key.partition("@")[0]: tensor.dtype for key, tensor in stored.items()},
         )
+    for patterns in only:
+        model = chosen(model, patterns).model
     held = form.layout(stored, model, manifest, layout)
     if set(held.tensors) == set(model.decoder.tensors):
         model = model.decoder  # layers for further tokens that the config has and the weights have not
@@ -91,7 +97,19 @@ def open_checkpoint(
         values or {},
         left_out,
         buffers=frozenset(form.buffers(manifest)),
+        only=only,
     )
+
+
+def _described(
+    manifest: Manifest, config: Path | Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any] | None, tuple[part.Patterns, ...]]:
+    """The config of the model, and which part of it is stored."""
+    home = FORMATS[manifest.format].home(manifest)
+    said = part.read(home) if config != Path(PLAIN) and home.is_dir() else None
+    if said is None:
+        return config_of(manifest, config), ()
+    return (said[0] if config is None else config_of(manifest, config)), said[1]
 
 
 def config_of(manifest: Manifest, config: Path | Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -34,16 +34,20 @@ def layout(
     Law: ``prove(layout(model, ...))`` holds for every model and choice.
 
     Raises:
-        GeometryError: Stacked experts with block scales; how transformers stacks scales is not described.
+        GeometryError: Stacked experts with block scales; how transformers stacks scales is not described. Or
+            of a part of a model that has not all experts of a layer.
 
     Source: transformers 5, ``Qwen3MoeExperts``, ``MixtralExperts``, and ``conversion_mapping`` for the names.
     """
-    if stacked_experts and model.scaled:
+    if stacked_experts and not stackable(model):
         raise GeometryError(
-            "experts with block scales are stored one by one",
+            "experts with block scales, or some of a layer, are stored one by one",
             where=f"model of {model.family}",
-            equation="stacked_experts(True), and its weights have scales",
-            hint="leave them as files have them, or convert the weights to a dtype without scales first",
+            equation="stacked_experts(True), and "
+            + ("its weights have scales" if model.scaled else "not all experts are chosen"),
+            hint="leave them as files have them, or convert the weights to a dtype without scales first"
+            if model.scaled
+            else "leave them as files have them, or choose all experts of a layer",
         )
     rules: list[BufferRule] = []
     for block in model.blocks:
@@ -56,6 +60,20 @@ def layout(
         stored = {tensor.name: tensor for tensor in model.tensors}
         rules += (_whole(name, stored[of], replica=True) for name, of in again.items())
     return Layout("hf", Mesh(()), tuple(rules))
+
+
+def stackable(model: Model) -> bool:
+    """Whether the experts of a model can be stacked: all of each layer are there, and no block has scales."""
+    return not model.scaled and all(
+        {"router", "gate", "up", "down"} <= block.tensors.keys()
+        and all(
+            len(dim) == block.sizes["num_experts"]
+            for tensor in block.tensors.values()
+            for name, dim in tensor.index
+            if name == "expert"
+        )
+        for block in model.of("moe")
+    )
 
 
 def variant(keys: Iterable[str], model: Model) -> Layout:
@@ -82,7 +100,7 @@ def names(model: Model) -> frozenset[str]:
 def _variants(model: Model) -> Iterator[Layout]:
     models = [model] if model.decoder is model else [model, model.decoder]
     for one in models:
-        stacked = (False, True) if any(True for _ in one.of("moe")) and not one.scaled else (False,)
+        stacked = (False, True) if any(True for _ in one.of("moe")) and stackable(one) else (False,)
         aliases = (False, True) if one.aliases else (False,)
         copies = (True, False) if one.copies else (False,)
         for experts, with_aliases, with_copies in product(stacked, aliases, copies):

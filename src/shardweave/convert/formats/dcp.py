@@ -179,8 +179,11 @@ def _target(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) ->
     refuse_geometry("dcp", wanted)
     keys = wanted.keys or Keys()
     # As modules hold them: stacked, and a tied weight under each of its names.
-    as_held = not source.model.scaled
-    weights = hf.layout(source.model, stacked_experts=as_held, with_aliases=as_held)
+    weights = hf.layout(
+        source.model,
+        stacked_experts=hf.stackable(source.model),
+        with_aliases=not source.model.scaled,
+    )
     rules = [replace(rule, name=key_of(keys.weight(rule.name))) for rule in weights.rules]
     if state is not None:
         rules += state_rules(weights, state, lambda name, one: key_of(keys.state(name, one)))
@@ -282,4 +285,5 @@ FORMAT = Format(
     as_stored=torch_dcp.as_stored,
     states=_states,
     takes_states=True,
+    takes_part=True,
 )

@@ -221,6 +221,7 @@ UNIVERSAL = Format(
     beside=("optim/",),
     states=_states,
     takes_states=True,
+    takes_part=True,
     buffers=_buffers,
     home=_home,
 )

@@ -49,6 +49,12 @@ def native(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> 
     """The files of every rank of a ZeRO run."""
     refuse_geometry("deepspeed", wanted)
     zero = wanted.zero or Zero()
+    if (wanted.dtype if zero.stage == 3 else zero.dtype) is not None:
+        raise GeometryError(
+            "a dtype is that of stored weights, or at stage 3 what the run computes in",
+            equation=f"to=deepspeed with dtype({wanted.dtype}), {zero}",
+            hint="give Zero(stage=3, dtype=...) for masters alone, and dtype= at stages 1 and 2",
+        )
     weights = _weights(source.model, zero, wanted, str(source.manifest.root))
     held = with_dtypes(_with_states(weights, state), source, wanted.dtype)
     if zero.stage == 3:
@@ -72,6 +78,12 @@ def universal(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) 
             equation=f"to=universal with dp({zero.dp}), tp({zero.tp})",
             hint="leave out --dp and --tp: it is loaded at any number of ranks",
         )
+    if wanted.dtype is not None:
+        raise GeometryError(
+            "a universal checkpoint stores masters, which are in float32",
+            equation=f"to=universal with dtype({wanted.dtype})",
+            hint="leave out --dtype: what the run computes in is said by its own configuration",
+        )
     weights = _weights(source.model, Zero(), wanted, str(source.manifest.root))
     held = _in_full(weights, with_dtypes(_with_states(weights, state), source, None), state)
     described = _described(source, weights, state, tp=1)
@@ -90,7 +102,7 @@ def _weights(model: Model, zero: Zero, wanted: Wanted, where: str) -> Layout:
             )
         return ranks.of_model(wanted.layout, model, where)
     if zero.tp == 1:
-        return hf.layout(model, stacked_experts=not model.scaled)
+        return hf.layout(model, stacked_experts=hf.stackable(model))
     return deepspeed.layout(model, Mesh((("tp", zero.tp),)), grain=zero.grain)
 
 
@@ -146,7 +158,8 @@ def _described(
     if state is None:
         return {key: value for key, value in found.items() if key in ("shared", "buffers", MODEL, INFO)}
     trained = {key: held for key, held in arrays.items() if any(name in state.weights for name in held)}
-    order = in_order(trained, state, source.config, where)
+    # A part is found by its names, and is of no module.
+    order = list(trained) if source.only else in_order(trained, state, source.config, where)
     counts = {key: count_of(state, trained[key], where) for key in order}
     found["optimizer"] = OptimizerRecord(
         {key: count for key, count in counts.items() if count is not None},

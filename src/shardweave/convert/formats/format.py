@@ -43,6 +43,7 @@ class Format:
         buffers: The names of what is no parameter, where the files say it.
         home: The folder where the config of a checkpoint lies.
         takes_states: Whether a target takes the state of an optimizer.
+        takes_part: Whether a target may have a part of a model, as it stores whole tensors under their names.
         takes_layout: Whether ``layout`` heeds the layout that the user gave; else one is refused.
     """
 
@@ -62,4 +63,5 @@ class Format:
     buffers: Callable[[Manifest], Collection[str]] = lambda manifest: ()
     home: Callable[[Manifest], Path] = lambda manifest: manifest.root
     takes_states: bool = False
+    takes_part: bool = False
     takes_layout: bool = False

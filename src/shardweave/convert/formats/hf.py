@@ -70,4 +70,5 @@ FORMAT = Format(
     layout=layout,
     target=_target,
     named=_named,
+    takes_part=True,
 )

@@ -166,11 +166,14 @@ def _about(source: Checkpoint, state: OptimizerState) -> tuple[About, int | None
     """What the target says beside its tensors, and the number of updates, where states count them."""
     where = str(source.manifest.root)
     before: About | None = source.manifest.records.get("about")
-    if before is not None:
+    if before is not None and not (source.only and GROUPS in before.extras):
         return before, _count(source)
     count = count_of(state, state.weights, where)
     groups = groups_of(state, {name: [name] for name in state.settings}, where)
-    return About(step=count or 0, extras={GROUPS: groups, _ORDERED: state.ordered}), count
+    said = {GROUPS: groups, _ORDERED: state.ordered}
+    if before is not None:  # the groups of a part
+        return replace(before, extras={**before.extras, **said}), count
+    return About(step=count or 0, extras=said), count
 
 
 def _finish(
@@ -193,4 +196,5 @@ FORMAT = Format(
     states=_states,
     masters=lambda wanted: "beside",
     takes_states=True,
+    takes_part=True,
 )
