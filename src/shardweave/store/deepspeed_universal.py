@@ -142,6 +142,7 @@ def read(root: Path) -> Manifest:
             equation=f"missing {len(missing)} of {len(trained)}: {', '.join(missing[:20])}",
             hint="the conversion broke off or its outcome was not copied whole; convert again",
         )
+    _check_groups(folder, groups, names, count)
     tensors |= untrained.tensors
     prove_tiling(tensors.values(), root=folder)
     settled: list[Mapping[str, Any]] = []
@@ -170,6 +171,30 @@ def read(root: Path) -> Manifest:
         "model_states": rest_of_models(folder, [file for files in grid for file in files]),
     }
     return Manifest(folder, FORMAT, tensors, sizes, records)
+
+
+def _check_groups(
+    folder: Path,
+    groups: Sequence[Sequence[str]],
+    names: Mapping[str, Sequence[str]],
+    count: Mapping[str, int],
+) -> None:
+    """The weights of a group have the same states and one count, as DeepSpeed takes for granted."""
+    for group in groups:
+        for name in group[1:]:
+            mine, first = names[name], names[group[0]]
+            if set(mine) != set(first):
+                odd = sorted(set(mine) ^ set(first))
+                raise MissingFileError(
+                    "the weights of a group have the same states",
+                    where=str(folder / ZERO),
+                    equation=f"of {group[0]!r} and {name!r} one has {', '.join(f'{one}.pt' for one in odd)}",
+                    hint="the conversion broke off or its outcome was not copied whole; convert again",
+                )
+            if count.get(name) != count.get(group[0]):
+                raise _differ(
+                    folder, name, f"step({count.get(name)}) != step({count.get(group[0])}) of {group[0]!r}"
+                )
 
 
 def _there(folder: Path) -> bool:

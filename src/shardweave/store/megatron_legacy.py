@@ -186,12 +186,43 @@ def read(root: Path) -> Manifest:
         reading = _Reading(root, folder, "" if len(order) == 1 else f"@{number}", tensors, sizes)
         ranks.append(reading.rank(at[folder], values[folder]))
         beside.append(reading.beside)
+    for number, one in enumerate(beside):
+        _check_alike(beside[0], one, where=f"{root / order[number] / WEIGHTS}")
     records = {
         RECORD: Legacy(degrees, tuple(ranks)),
         "common": beside[0],
         "ranks": {number: one for number, one in enumerate(beside) if number},
     }
     return Manifest(root, "megatron", tensors, sizes, records)
+
+
+def _check_alike(first: Mapping[str, Any], other: Mapping[str, Any], *, where: str) -> None:
+    """Two ranks were saved at one iteration, and groups that both have are set alike."""
+    mine, theirs = dict(_set(first)), dict(_set(other))
+    odd = next((key for key, value in theirs.items() if mine.get(key, value) != value), None)
+    if first.get("iteration") != other.get("iteration") or odd is not None:
+        raise FormatError(
+            "all ranks were saved together",
+            where=where,
+            equation=f"iteration({other.get('iteration')!r:.40}) != iteration({first.get('iteration')!r:.40})"
+            if odd is None
+            else f"the settings or the step of the group {odd} are not those of the first rank",
+            hint="folders of two saves were mixed; copy one of them",
+        )
+
+
+def _set(beside: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The settings of each group of parameters, by what makes it a group."""
+    said = beside.get("optimizer", {})
+    optimizers = said if said and all(type(key) is int for key in said) else {0: said}
+    for number, one in optimizers.items():
+        for group in one.get("optimizer", {}).get("param_groups", ()):
+            if isinstance(group, Mapping):
+                what = tuple(
+                    str(group.get(key))
+                    for key in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+                )
+                yield (number, what), {key: value for key, value in group.items() if key != "params"}
 
 
 def _degrees(

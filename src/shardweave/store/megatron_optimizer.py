@@ -159,10 +159,19 @@ def groups_of(manifest: Manifest) -> Iterator[Group]:
                 equation=f"param_groups is a {type(groups).__name__}",
                 hint=f"the common state of another folder lies in this one; copy it again, or {_HINT}",
             )
+        found = []
         for group in groups:
             settings = {key: value for key, value in group.items() if key not in ("params", "step")}
             step = group.get("step", common)
-            yield Group(settings, chained, None if step is None else _count(step, where))
+            found.append(Group(settings, chained, None if step is None else _count(step, where)))
+        if len(counts := sorted({str(group.count) for group in found})) > 1:
+            raise FormatError(
+                "the groups of an optimizer were updated equally often",
+                where=f"{where}, 'optimizer'",
+                equation=f"step {some(counts)}",
+                hint=f"Megatron would not load it either; save the state again, or {_HINT}",
+            )
+        yield from found
 
 
 def _optimizers(manifest: Manifest) -> Iterator[tuple[int | None, Mapping[str, Any]]]:

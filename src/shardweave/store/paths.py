@@ -12,6 +12,7 @@ from pathlib import Path
 from shardweave.errors import PathError
 
 _DRIVE = re.compile(r"[A-Za-z]:")
+_LONGEST = 255
 _BROKEN = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -19,7 +20,8 @@ def check_name(name: str, *, where: str) -> None:
     """Refuse a name that is not a plain relative path with forward slashes.
 
     One name has one spelling: ``a//b``, ``./a`` and ``a/`` are refused beside ``..``, absolute paths,
-    drive letters, backslashes and control characters, so that two names never mean one file.
+    drive letters, backslashes, control characters and what no file system names a file, so that two names
+    never mean one file.
 
     Args:
         name: The path as the file spells it.
@@ -45,6 +47,8 @@ def check_name(name: str, *, where: str) -> None:
         reason = "has a '..' part"
     elif "" in parts or "." in parts:
         reason = "has an empty or '.' part"
+    elif max(len(part.encode()) for part in parts) > _LONGEST:
+        reason = f"has a part of more than {_LONGEST} bytes"
     else:
         return
     raise PathError(
