@@ -71,9 +71,8 @@ class Cell:
 
 def plain(cell: Cell) -> Values:
     """Outputs and gradients of the real tokens; how they are cut, and by whom, makes no difference."""
-    return _plain(
-        dataclasses.replace(cell, layout=SequenceLayout(cell.layout.lengths), method="", mutation="")
-    )
+    layout = SequenceLayout(cell.layout.lengths, "thd", causal=cell.layout.causal)
+    return _plain(dataclasses.replace(cell, layout=layout, method="", mutation=""))
 
 
 @lru_cache
@@ -85,7 +84,7 @@ def _plain(cell: Cell) -> Values:
     for q, k, v in zip(*(leaf.split(list(cell.layout.lengths)) for leaf in leaves), strict=True):
         k, v = (one.repeat_interleave(HEADS // cell.kv_heads, 1) for one in (k, v))
         back = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
-        hidden = (back < 0) | (back >= (cell.window or len(q) + 1))
+        hidden = (cell.layout.causal & (back < 0)) | (back >= (cell.window or len(q) + 1))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(DIM)
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
@@ -153,7 +152,7 @@ LENGTHS = [(7,), (1,), (0, 3), (5, 9, 1, 0, 16), tuple(range(1, 18))]
 
 
 def matrix(size: int) -> Iterator[Cell]:
-    """Every method on every form, order and set of lengths, windows where they are known."""
+    """Every method on every form, order and set of lengths, windows where they are known; and not causal."""
     for lengths, form, order, method in itertools.product(
         LENGTHS, ("bshd", "thd"), ("zigzag", "contiguous"), METHODS
     ):
@@ -161,6 +160,9 @@ def matrix(size: int) -> Iterator[Cell]:
         windows = (None, (1, 4, 300)[len(lengths) % 3]) if METHODS[method].window else (None,)
         for window in windows:
             yield Cell(layout, method, kv_heads=3 if len(lengths) % 2 else 2, window=window)
+        if form == "thd":
+            layout = dataclasses.replace(layout, causal=False)
+            yield Cell(layout, method, kv_heads=3 if len(lengths) % 2 else 2)
 
 
 @pytest.mark.parametrize(("size", "over"), [(1, MEMORY), (2, MEMORY), (3, GLOO), (4, MEMORY)])
@@ -265,6 +267,11 @@ NEVER = [
     for order in ("zigzag", "contiguous")
     for method, window in (("ring", None), ("gather", None), ("all_to_all", None), ("gather", 4))
 ]
+NEVER += [
+    Cell(SequenceLayout((6, 9), "thd", 2, order=order, causal=False), method)
+    for order in ("zigzag", "contiguous")
+    for method in METHODS
+]
 
 
 def test_padding_never_matters() -> None:
@@ -281,7 +288,9 @@ def test_another_document_never_matters() -> None:
     for cell, one, other in zip(NEVER, found, found[len(NEVER) :], strict=False):
         for name in GRADS:
             assert (one[name][6:] == other[name][6:]).all(), cell
-        assert (one["out"][:2] == other["out"][:2]).all() and (one["out"][2:6] != other["out"][2:6]).any()
+        before = 2 if cell.layout.causal else 0
+        assert (one["out"][:before] == other["out"][:before]).all(), cell
+        assert (one["out"][before:6] != other["out"][before:6]).any(), cell
 
 
 # --- faults, brought back -----------------------------------------------------------------------

@@ -180,3 +180,14 @@ def test_a_tensor_of_another_layout_is_refused_by_name() -> None:
 def test_what_is_no_layout_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(GeometryError, match="a sequence layout has documents"):
         SequenceLayout(**{"lengths": (3,), **wrong})  # type: ignore[arg-type]
+
+
+def test_documents_that_are_seen_whole_are_packed() -> None:
+    with pytest.raises(GeometryError, match=r"packed: .*form\('bshd'\), causal\(False\)"):
+        SequenceLayout((3,), causal=False)
+    layout = SequenceLayout((3, 5), "thd", 2, causal=False)
+    assert layout.digest != SequenceLayout((3, 5), "thd", 2).digest
+    assert [layout.work(rank) for rank in range(2)] == [13, 21] and "not causal" in str(layout)
+    assert layout.to_order("zigzag")[0] == layout
+    nothing = SequenceLayout((), "thd", 2, 3, causal=False)
+    assert nothing.local_shape(split_tp=True) == (0,) and nothing.slots(1, 2).tolist() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ layouts = st.builds(
     st.sampled_from([1, 2, 3]),
     st.sampled_from(["zigzag", "contiguous"]),
 )
+both = st.one_of(layouts, layouts.map(lambda layout: dataclasses.replace(layout, form="thd", causal=False)))
 
 
 def slots_of(layout: SequenceLayout, rank: int | None, row: int) -> NDArray[np.int64]:
@@ -46,7 +49,7 @@ def check(
     assert (found[mine] == wanted[mine]).all()
 
 
-@given(layouts)
+@given(both)
 def test_blocks_are_what_slots_see(layout: SequenceLayout) -> None:
     ranks: list[int | None] = [None, *range(layout.cp)]
     for rank in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -43,6 +44,10 @@ def call(q: tuple[int, ...] = (10, 6, 8), k: tuple[int, ...] = (10, 2, 8), **giv
         ({"q": (10, 3, 8), "k": (10, 3, 8), "method": "all_to_all"}, "heads(3) % cp(2) != 0"),
         ({"q": (10, 5, 8)}, "heads(5) % kv_heads(2) != 0"),
         ({"cp": Group("cp", (0,), 0)}, "ranks(1) != cp(2)"),
+        (
+            {"layout": replace(LAYOUT, causal=False), "method": "gather", "window": 4},
+            "window(4), causal(False)",
+        ),
     ],
 )
 def test_what_a_method_cannot_do(given: dict[str, Any], said: str) -> None:

@@ -1,16 +1,17 @@
-"""Causal attention inside each document, on a batch that context ranks share.
+"""Attention inside each document, causal or not as the layout says, on a batch that context ranks share.
 
 A rank has the queries, keys and values of its own slots. There are three ways to attend to those of others,
 which give one result:
 
 | method | what travels | a rank holds | masks | heads |
 |---|---|---|---|---|
-| ``ring`` | keys and values, from rank to rank | two parts of them | causal | any |
-| ``gather`` | keys and values, to all at once | all of them | causal, window | any |
-| ``all_to_all`` | slots against heads, and back | all slots of some heads | causal, window | divide |
+| ``ring`` | keys and values, from rank to rank | two parts of them | causal, none | any |
+| ``gather`` | keys and values, to all at once | all of them | causal, none, window | any |
+| ``all_to_all`` | slots against heads, and back | all slots of some heads | causal, none, window | divide |
 
-Either order of a batch is right in each; the zigzag gives ``ring`` and ``gather`` equal work on all ranks.
-Padding gets zeros and gives nothing: neither its values nor its gradient reach a token.
+Either order of a batch is right in each; the zigzag gives ``ring`` and ``gather`` equal work on all ranks where
+attention is causal, as windows are. Padding gets zeros and gives nothing: neither its values nor its gradient
+reach a token.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of a rank's slots to those of their documents, wherever they are.
+    """Attention of a rank's slots to those of their documents, wherever they are.
 
     Heads may be fewer in ``k`` and ``v``; each then serves ``heads / kv heads`` query heads that follow each
     other. All of it is checked before anybody communicates.
@@ -195,6 +196,13 @@ def attention(
     check_method(
         method, cp=cp.size, heads=q.shape[-2], kv_heads=k.shape[-2], window=window, order=layout.order
     )
+    if window is not None and not layout.causal:
+        raise GeometryError(
+            "a window is one of causal attention",
+            where=str(layout),
+            equation=f"window({window}), causal({layout.causal})",
+            hint="let tokens see their whole document: windows to both sides are not computed here",
+        )
     if not q.numel():
         return q + (k.sum() + v.sum())  # nothing, and yet a function of all three
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -261,7 +269,10 @@ def _whole(
     sizes, real = _sizes(spans, q.shape[1])
     pieces = zip(q.split(sizes, 1), k.split(sizes, 1), v.split(sizes, 1), real, strict=True)
     return _join(
-        [_sdpa(a, b, c, None, scale) if is_real else torch.zeros_like(a) for a, b, c, is_real in pieces]
+        [
+            _sdpa(a, b, c, None, scale, causal=layout.causal) if is_real else torch.zeros_like(a)
+            for a, b, c, is_real in pieces
+        ]
     )
 
 
@@ -302,14 +313,16 @@ def _join(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention ``(rows, slots, heads, dim)``, causal unless there is a mask."""
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = True
+) -> Tensor:
+    """Attention ``(rows, slots, heads, dim)``; a mask stands in for the causal one."""
     out = scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal and mask is None,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )

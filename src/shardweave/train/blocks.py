@@ -1,9 +1,10 @@
-"""Who attends to what: a batch's causal attention as blocks of slots, computed without torch.
+"""Who attends to what: a batch's attention as blocks of slots, computed without torch.
 
 Within a document an ordered stretch of queries and another of keys have one of three relations: all keys come
 first and are seen by all queries, the two are the same and each query sees up to itself, or the keys come
 later and are not seen. ``blocks`` says which pairs of stretches of two ranks have the first or the second,
-and every way of sharing attention between ranks reads it from there; nobody counts in cut positions.
+and every way of sharing attention between ranks reads it from there; nobody counts in cut positions. Where a
+batch is not causal, all queries of a document see all of its keys.
 
 >>> batch = SequenceLayout((8,), cp=2)
 >>> [blocks(batch, 0, source) for source in range(2)]
@@ -99,7 +100,7 @@ def blocks(layout: SequenceLayout, rank: int | None, source: int | None) -> tupl
     """What the queries of one context rank see of the keys of another.
 
     Stretches that lie side by side and see the same are one block, so that there is at most one for each
-    document in either order.
+    document in either order. Where the batch is not causal, a document is one.
 
     Args:
         layout: The batch.
@@ -112,18 +113,24 @@ def blocks(layout: SequenceLayout, rank: int | None, source: int | None) -> tupl
     found: list[Block] = []
     keys = _by_document(layout, source)
     for document, mine in _by_document(layout, rank).items():
-        if rank == source:
-            span = mine[0].at, mine[-1].at + mine[-1].size
-            found.append(Block(span, span, causal=True))
-            continue
         theirs = keys.get(document, [])
+        if rank == source:
+            found.append(Block(_span(mine), _span(mine), causal=layout.causal))
+            continue
+        if not layout.causal:
+            found += [Block(_span(mine), _span(theirs))] if theirs else []
+            continue
         counted = [(sum(key.end <= one.position for key in theirs), one) for one in mine]
         for count, alike in itertools.groupby(counted, lambda pair: pair[0]):
             asking = [one for _, one in alike]
             if count:
-                last, seen = asking[-1], theirs[count - 1]
-                found.append(Block((asking[0].at, last.at + last.size), (theirs[0].at, seen.at + seen.size)))
+                found.append(Block(_span(asking), _span(theirs[:count])))
     return tuple(found)
+
+
+def _span(of: list[Stretch]) -> Span:
+    """The slots of stretches that lie side by side."""
+    return of[0].at, of[-1].at + of[-1].size
 
 
 def _by_document(layout: SequenceLayout, rank: int | None) -> dict[int, list[Stretch]]:

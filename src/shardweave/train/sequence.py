@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -48,6 +48,9 @@ class SequenceLayout:
         tp: Ranks that each of these parts is cut over once more, as between the blocks of a layer.
         order: ``"zigzag"``, where a rank holds a part from the front and its mirror image from the back so
             that causal work is balanced, or ``"contiguous"``.
+        causal: Whether a token sees none that comes later; without, it sees its whole document, which is for
+            packed rows only: nothing else keeps tokens from the padding of theirs. There may be none then, as
+            of images.
 
     Laws:
         The slots of all ranks are all slots, each once.
@@ -60,15 +63,24 @@ class SequenceLayout:
     cp: int = 1
     tp: int = 1
     order: str = "zigzag"
+    causal: bool = True
 
     def __post_init__(self) -> None:
+        least = -1 if self.causal else 0  # a rank may have no images, but a decoder has documents
         known = self.form in ("bshd", "thd") and self.order in ("zigzag", "contiguous")
-        if not known or min(self.cp, self.tp) < 1 or min(self.lengths, default=-1) < 0:
+        if not known or min(self.cp, self.tp) < 1 or min(self.lengths, default=least) < 0:
             raise GeometryError(
                 "a sequence layout has documents, a known form and order, and positive degrees",
                 where=f"lengths{self.lengths}",
                 equation=f"form({self.form!r}), order({self.order!r}), cp({self.cp}), tp({self.tp})",
                 hint="use form 'bshd' or 'thd', order 'zigzag' or 'contiguous', and one length a document",
+            )
+        if not self.causal and self.form != "thd":
+            raise GeometryError(
+                "documents of which every token sees all are packed",
+                where=f"lengths{self.lengths}",
+                equation=f"form({self.form!r}), causal({self.causal})",
+                hint="use form 'thd': the padding of rows lies behind what a causal mask lets tokens see",
             )
 
     # --- sizes ---
@@ -230,7 +242,7 @@ class SequenceLayout:
     # --- attention ---
 
     def sees(self, queries: Ints, keys: Ints, *, window: int | None = None) -> NDArray[np.bool_]:
-        """Whether slots see others: of their own document, real, and not later than they are.
+        """Whether slots see others: of their own document, real, and where causal not later than they are.
 
         Args:
             queries: Slots, ``(q,)``; a slot of padding sees itself only, so that no row is empty.
@@ -242,7 +254,7 @@ class SequenceLayout:
         """
         document, position, real = (a.reshape(-1) for a in (self.documents, self.positions, self.is_real))
         back = position[queries][:, None] - position[keys][None]
-        mask = (document[queries][:, None] == document[keys][None]) & (back >= 0)
+        mask = (document[queries][:, None] == document[keys][None]) & ((back >= 0) | (not self.causal))
         mask &= real[queries][:, None] & real[keys][None]
         if window is not None:
             mask &= back < window
@@ -253,7 +265,10 @@ class SequenceLayout:
         """Pairs of a token and one that it sees, of the tokens of a context rank."""
         slots = self.slots(cp_rank).reshape(-1)
         real = self.is_real.reshape(-1)[slots]
-        return int((self.positions.reshape(-1)[slots] + 1)[real].sum())
+        if self.causal:
+            return int((self.positions.reshape(-1)[slots] + 1)[real].sum())
+        lengths = np.array([*self.lengths, 0], dtype=np.int64)
+        return int(lengths[self.documents.reshape(-1)[slots]][real].sum())
 
     def to_order(self, order: str) -> tuple[SequenceLayout, Ints]:
         """The same batch in another order, and where its slots are in the parts of all ranks of this one.
@@ -261,7 +276,7 @@ class SequenceLayout:
         Law: with ``flat`` the parts of all context ranks one after the other, ``flat[moves]`` are those of
         the other layout, one after the other. Both need lengths that both can cut.
         """
-        other = SequenceLayout(self.lengths, self.form, self.cp, self.tp, order)
+        other = replace(self, order=order)
         if other.padded != self.padded:
             raise PlanError(
                 "two orders of a batch have the same slots",
@@ -281,7 +296,7 @@ class SequenceLayout:
     @cached_property
     def digest(self) -> str:
         """What sender and receiver compare: two layouts are equal exactly where their digests are."""
-        said = json.dumps([self.lengths, self.form, self.cp, self.tp, self.order])
+        said = json.dumps([self.lengths, self.form, self.cp, self.tp, self.order, self.causal])
         return blake2b(said.encode(), digest_size=8).hexdigest()
 
     def check_local(self, tensor: Any, what: str, *, split_tp: bool = False) -> None:
@@ -304,6 +319,7 @@ class SequenceLayout:
 
     def __str__(self) -> str:
         degrees = f"cp={self.cp} {self.order}" + (f" tp={self.tp}" if self.tp > 1 else "")
+        degrees += "" if self.causal else ", not causal"
         return f"{self.form} of {len(self.lengths)} documents, {self.num_tokens} tokens, {degrees}"
 
 
