@@ -139,9 +139,18 @@ def test_errors_name_the_url_without_its_secrets(sw: Run, memory: str, tmp_path:
     assert secret.code == 2 and "nope://bucket/x" in secret.err and "secret" not in secret.err
 
 
-def test_a_target_is_local(sw: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "code", "text"),
+    [
+        ("nope://key:secret@bucket/out", 2, "an optional package is installed where something that needs it"),
+        ("http://key:secret@host/out?sig=secret", 1, "http only reads"),
+    ],
+)
+def test_a_target_that_cannot_be_written(
+    sw: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, code: int, text: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    done = sw("convert", data_dir / "hf_llama_tied_tiny", "s3://key:secret@bucket/out", "--to", "hf")
-    assert (done.code, done.out) == (2, "")
-    assert "'s3://bucket/out' is a URL, and targets are local" in done.err and "secret" not in done.err
+    done = sw("convert", data_dir / "hf_llama_tied_tiny" / "model.safetensors", url, "--to", "hf")
+    assert (done.code, done.out) == (code, "")
+    assert text in done.err and "secret" not in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"]

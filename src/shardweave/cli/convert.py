@@ -25,7 +25,8 @@ from shardweave.cli.common import (
 )
 from shardweave.cli.company import company, default_workers, is_silent
 from shardweave.cli.plan import described_optimizer, job_report, optimizer_report, print_report
-from shardweave.cli.sources import named, parse_source, parse_target
+from shardweave.cli.sources import TargetUrl, named, parse_source, parse_target
+from shardweave.cli.targets import held, landing
 
 if TYPE_CHECKING:
     from shardweave.convert import Account, Job, Report
@@ -43,7 +44,9 @@ def convert(
     dst: Annotated[
         Path,
         typer.Argument(
-            metavar="DST", parser=parse_target, help="The folder to write; it appears whole or not at all."
+            metavar="DST",
+            parser=parse_target,
+            help="The folder to write, or a URL of one; it appears whole or not at all.",
         ),
     ],
     to: options.To,
@@ -156,42 +159,45 @@ def convert(
         if dry_run:
             _print_dry(job, dst, as_json=as_json and speaks, quiet=quiet)
             return
-        with progress("converting", job.num_bytes, quiet=quiet) as tell:
-            report = carry_out(
-                job,
-                dst,
-                force=force,
-                memory_bytes=memory,
-                workers=workers or default_workers(),
-                digests=not no_digests,
-                fsync=not no_fsync,
-                progress=tell,
-                company=together,
-            )
+        with landing(dst, job, together, cache=cache, force=force, quiet=quiet or as_json) as where:
+            report = where.converted
+            if report is None:
+                with progress("converting", job.num_bytes, quiet=quiet) as tell:
+                    report = carry_out(
+                        job,
+                        where.folder,
+                        force=where.force,
+                        memory_bytes=memory,
+                        workers=workers or default_workers(),
+                        digests=not no_digests,
+                        fsync=not no_fsync,
+                        progress=tell,
+                        company=together,
+                    )
     if as_json and speaks:
         print_json(_plain(job, report))
     elif not quiet:
         _print(job, report)
 
 
-def _print_dry(job: Job, dst: Path, *, as_json: bool, quiet: bool) -> None:
-    held = sorted(path.name for path in dst.iterdir()) if dst.is_dir() else []
+def _print_dry(job: Job, dst: Path | TargetUrl, *, as_json: bool, quiet: bool) -> None:
+    shown, names = (dst.shown if isinstance(dst, TargetUrl) else str(dst)), held(dst)
     if as_json:
-        print_json({**job_report(job), "path": str(dst), "held": held})
+        print_json({**job_report(job), "path": shown, "held": names})
     elif not quiet:
         print_report(job_report(job))
         console = stdout()
         console.print()
         console.print("Nothing was written: this was a dry run.")
-        if held:
-            console.print(f"{dst} holds {plural(len(held), 'file')}; --force would replace them.")
+        if names:
+            console.print(f"{shown} holds {plural(len(names), 'file')}; --force would replace them.")
 
 
 def _plain(job: Job, report: Report) -> dict[str, Any]:
     books = report.account
     return {
         "source": {"path": named(job.source.manifest.root), "format": job.source.format},
-        "target": {"path": str(report.dst), "format": job.target.format, "arrays": report.num_tensors},
+        "target": {"path": named(report.dst), "format": job.target.format, "arrays": report.num_tensors},
         "optimizer": optimizer_report(job),
         "account": {
             "used": books.used,
@@ -216,7 +222,7 @@ def _print(job: Job, report: Report) -> None:
     print_facts(
         {
             "source": f"{named(job.source.manifest.root)} ({job.source.format})",
-            "target": f"{report.dst} ({job.target.format})",
+            "target": f"{named(report.dst)} ({job.target.format})",
             **described_optimizer(optimizer_report(job)),
         }
     )

@@ -1,8 +1,8 @@
 """Where a command reads from: a path, or a URL that is copied to a path before the verb runs.
 
-This is the only place of the command line that knows of URLs. A source is parsed by `parse_source`;
-`Verb` enters `local`, which puts a local path in the place of each URL, so that verbs see paths
-only; what they print of such a path goes through `named`, which says the URL again.
+This and `targets` are the only places of the command line that know of URLs. A source is parsed by
+`parse_source`; `Verb` enters `local`, which puts a local path in the place of each URL, so that verbs see
+paths only; what they print of such a path goes through `named`, which says the URL again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 
 import typer
 
+from shardweave.cli.company import are_several
+from shardweave.errors import GeometryError
+
 _SHOWN: ContextVar[Mapping[str, str]] = ContextVar("_SHOWN", default={})  # noqa: B039 - never changed in place
 """The URLs of this command, without secrets, by the paths of their copies."""
 
@@ -26,6 +29,19 @@ class Url(str):
     """A source that is still to be copied."""
 
     __slots__ = ()
+
+
+class TargetUrl(str):
+    """A target that is written to a folder first."""
+
+    __slots__ = ()
+
+    @property
+    def shown(self) -> str:
+        """It without secrets."""
+        from shardweave.store.remote_place import without_secrets
+
+        return without_secrets(self).rstrip("/")
 
 
 def parse_source(text: str) -> Path | Url:
@@ -39,15 +55,11 @@ def parse_source(text: str) -> Path | Url:
     return Path(text)
 
 
-def parse_target(text: str) -> Path:
-    """A local path."""
-    from shardweave.store.remote_place import is_url, without_secrets
+def parse_target(text: str) -> Path | TargetUrl:
+    """A local path, or a URL."""
+    from shardweave.store.remote_place import is_url
 
-    if is_url(text):
-        raise typer.BadParameter(
-            f"{without_secrets(text)!r} is a URL, and targets are local: write a folder, then copy it there"
-        )
-    return Path(text)
+    return TargetUrl(text) if is_url(text) else Path(text)
 
 
 @contextmanager
@@ -62,6 +74,13 @@ def local(params: dict[str, Any]) -> Iterator[None]:
     if not urls:
         yield
         return
+    if are_several():
+        raise GeometryError(
+            "several processes read a source that all of them see",
+            where=", ".join(TargetUrl(url).shown for url in urls.values()),
+            equation="a URL, which each of them would copy",
+            hint="copy it with one process, as shardweave check URL --cache FOLDER does, then convert that",
+        )
     from shardweave.cli.common import progress
     from shardweave.store.remote import fetch
     from shardweave.store.remote_place import without_secrets
@@ -79,6 +98,11 @@ def local(params: dict[str, Any]) -> Iterator[None]:
             _SHOWN.set({**_SHOWN.get(), str(folder): where})
             params[name] = path
         yield
+
+
+def show(path: Path, url: str) -> None:
+    """Say a URL where this path would be said."""
+    _SHOWN.set({**_SHOWN.get(), str(path): url})
 
 
 def any_copied() -> bool:

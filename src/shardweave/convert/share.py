@@ -29,7 +29,7 @@ def cut(items: Sequence[_T], sizes: Sequence[int], parts: int) -> list[list[_T]]
     No stretch is larger than its share by more than the largest item.
 
     >>> cut("abcdef", [5, 1, 1, 1, 3, 4], 3)
-    [['a'], ['b', 'c', 'd'], ['e', 'f']]
+    [['a'], ['b', 'c', 'd', 'e'], ['f']]
     """
     found: list[list[_T]] = [[] for _ in range(parts)]
     total = max(1, sum(sizes))

@@ -39,7 +39,7 @@ from shardweave.store.sync import sync
 FOLDER = ".shardweave"
 _IDENTITY, _READY, _CLEARED, _LOCK = "identity.json", "ready.json", "cleared", "lock"
 _SEEN_WITHIN_S = 60.0
-_LAST = (
+LAST = (
     ".metadata",
     "shardweave.manifest",
     "model.safetensors.index.json",
@@ -163,7 +163,7 @@ class Staging:
                 (self.root / _CLEARED).touch()
                 _sync_folder(self.root, fsync)
             for name in _in_order((path.name for path in self.data.iterdir()), last_first=False):
-                if name in _LAST:
+                if name in LAST:
                     _sync_folder(self.dst, fsync)
                 (self.data / name).replace(self.dst / name)
             _sync_folder(self.dst, fsync)
@@ -317,7 +317,7 @@ def write_text(path: Path, text: str, *, fsync: bool) -> None:
 
 
 def _in_order(names: Iterable[str], *, last_first: bool) -> list[str]:
-    return sorted(names, key=lambda name: ((name in _LAST) != last_first, name))
+    return sorted(names, key=lambda name: ((name in LAST) != last_first, name))
 
 
 def _remove(path: Path) -> None:

@@ -239,8 +239,8 @@ class Company:
                 "processes that convert together reach their store",
                 where="all ranks",
                 equation=f"it does not answer, timeout_s({self._timeout_s:g})",
-                hint="the process that serves it, rank 0 or torchrun, is gone: see its log, then run the same "
-                "command again, which goes on",
+                hint="the process that serves it, rank 0 or torchrun, is gone: see its log, then run the "
+                "same command again, which goes on",
             ) from error
 
     def _wait(
@@ -283,6 +283,8 @@ class Company:
                 if silent and self._error is None:
                     self._error = self._report(self._gone(silent, "gave no sign of life"))
             except ShardweaveError as error:
+                # Nobody can be told, and nobody else may be there to say it.
+                self.speaks = self.speaks or self._error is None
                 self._error = self._error or error
                 return
             self._stop.wait(self._every_s)

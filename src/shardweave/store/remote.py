@@ -25,7 +25,7 @@ from threading import Event, Lock
 from typing import IO, Final
 
 from shardweave.errors import ExistsError, FormatError, ShardweaveError, TruncatedError, WriteError
-from shardweave.store import torch_dist
+from shardweave.store import native, torch_dist
 from shardweave.store.paths import inside
 from shardweave.store.remote_place import Entry, Place, is_url
 
@@ -34,7 +34,7 @@ __all__ = ["RECORD", "fetch", "is_url"]
 RECORD: Final = ".shardweave-copy.jsonl"
 """Beside the copied files: the URL, then name, size and state of each; also the lock of the copy."""
 
-_LAST: Final = (torch_dist.INDEX, ".safetensors.index.json")
+_LAST: Final = (torch_dist.INDEX, ".safetensors.index.json", native.MANIFEST)
 """What makes a reader see a checkpoint; copied last."""
 _CHUNK_BYTES: Final = 4 << 20
 _WORKERS: Final = 8

@@ -24,7 +24,7 @@ from shardweave.errors import (
     RemoteError,
     ShardweaveError,
 )
-from shardweave.store import torch_dist
+from shardweave.store import native, torch_dist
 from shardweave.store.paths import check_name, inside
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _WEIGHTS: Final = (".safetensors", ".distcp")
 _SUFFIXES: Final = (*_WEIGHTS, ".json")
 _NAMES: Final = frozenset({
-    torch_dist.INDEX, torch_dist.COMMON, torch_dist.TRACKER, "tokenizer.model", "merges.txt", "vocab.txt",
-    "chat_template.jinja",
+    torch_dist.INDEX, torch_dist.COMMON, torch_dist.TRACKER, native.MANIFEST, "tokenizer.model", "merges.txt",
+    "vocab.txt", "chat_template.jinja",
 })  # fmt: skip
 _STATES: Final = (
     "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "checksum", "crc32c", "blob_id",
@@ -43,7 +43,8 @@ _STATES: Final = (
 )  # fmt: skip
 """Keys by which file systems tell one state of a file from the next; ``created`` where there is no other."""
 
-_UNFINISHED: Final = ".shardweave"
+UNFINISHED: Final = ".shardweave"
+"""What lies in a folder, here and there, as long as it is not finished."""
 _BLOCK_BYTES: Final = 4 << 20
 
 
@@ -134,6 +135,25 @@ class Place:
         self.path: str = path if self.http else path.rstrip("/")
 
     @contextmanager
+    def writing(self, name: str = "") -> Iterator[None]:
+        """As ``reading``; what is missing while something is written is an error of the place."""
+        where = f"{self.shown}/{name}" if name else self.shown
+        try:
+            with self.reading(name):
+                try:
+                    yield
+                except FileNotFoundError as error:
+                    raise RuntimeError(f"nothing is found there: {error.strerror or error}") from None
+        except RemoteError as error:
+            raise RemoteError(
+                "a place at a URL can be written",
+                where=where,
+                equation=error.equation.removeprefix("RuntimeError: "),
+                hint="check room, rights and credentials, which are taken from where its file system looks "
+                "for them; then run the same command again: files that are complete there are kept",
+            ) from None
+
+    @contextmanager
     def reading(self, name: str = "") -> Iterator[None]:
         """Errors of any file system as errors of ours, without what grants access."""
         where = f"{self.shown}/{name}" if name else self.shown
@@ -211,11 +231,11 @@ class Place:
 
     def _folder(self) -> list[Entry]:
         listed = self._list("")
-        if _UNFINISHED in listed and self._list(f"{_UNFINISHED}/").keys() - {"lock"}:
+        if UNFINISHED in listed and self._list(f"{UNFINISHED}/").keys() - {"lock"}:
             raise FormatError(
                 "a checkpoint is complete",
                 where=self.shown,
-                equation=f"{_UNFINISHED} is there: a conversion into it was not finished",
+                equation=f"{UNFINISHED} is there: a conversion into it was not finished",
                 hint="finish the conversion first",
             )
         if torch_dist.TRACKER in listed and torch_dist.INDEX not in listed:
