@@ -110,12 +110,17 @@ def _verify(job: Job, how: How, company: Company) -> None:
     """Compare this process's part of the source with its digests or CRCs, and copies in it."""
     if how.digests:
         _verify_crcs(job, how, company)
+    read = as_read(job.source.manifest)
+    if job.source.only:
+        wanted = job.source.layout.stored().keys() | job.source.read
+        read = replace(read, tensors={key: one for key, one in read.tensors.items() if key in wanted})
     if how.digests and job.source.format == "native":
-        read = as_read(job.source.manifest)
         native.verify(replace(read, tensors=tensors_of(read.tensors, company.size)[company.rank]))
     elif how.digests and (job.source.manifest.root / digest.SIDECAR).exists():
-        read = FORMATS[job.source.format].as_stored(as_read(job.source.manifest))
+        read = FORMATS[job.source.format].as_stored(read)
         recorded = digest.read_sidecar(read.root)
+        if job.source.only:
+            recorded = {key: said for key, said in recorded.items() if key in read.tensors}
         if company.size > 1 and recorded.keys() == read.tensors.keys():
             mine = tensors_of(read.tensors, company.size)[company.rank]
             read, recorded = replace(read, tensors=mine), {key: recorded[key] for key in mine}
@@ -201,7 +206,7 @@ def _fill(job: Job, dst: Path, how: How, company: Company, identity: Mapping[str
             again |= read_json(path, where=str(path))
         if sidecar:
             found = {key: again.get(key) or journal.done[key, 0]["xxh3_128"] for key in manifest.tensors}
-            digest.write_sidecar(part.data, found)
+            digest.write_sidecar(part.data / _folder(manifest), found)
         _check_unchanged(job, identity)
         config = _write_beside(job, part.data, fsync=how.fsync)
         job.target.finish(manifest, _facts(manifest, journal), config=config, fsync=how.fsync)
@@ -274,6 +279,12 @@ def _lay_out(job: Job, part: Part, *, fresh: bool) -> Manifest:
     for name in manifest.files:
         reserve(folder / name)
     return replace(manifest, root=folder)
+
+
+def _folder(manifest: Manifest) -> Path:
+    """The folder of the one save that is written, where a format may have several side by side."""
+    tops = {Path(name).parts[0] if len(Path(name).parts) > 1 else "" for name in manifest.files}
+    return Path(*tops) if len(tops) == 1 else Path()
 
 
 def _files_of(manifest: Manifest, mine: set[Task]) -> set[str]:
