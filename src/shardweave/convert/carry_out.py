@@ -126,7 +126,7 @@ def _verify(job: Job, how: How, company: Company) -> None:
             read, recorded = replace(read, tensors=mine), {key: recorded[key] for key in mine}
         digest.verify(read, recorded, workers=how.workers)
     if company.leads:
-        check_replicas(job.source)
+        check_replicas(job.source, workers=how.workers)
 
 
 def _verify_crcs(job: Job, how: How, company: Company) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,8 +158,12 @@ def _hex(word: np.generic) -> str:
     return f"0x{int(word):0{2 * word.itemsize}x}"
 
 
-def check_replicas(checkpoint: Checkpoint) -> int:
+def check_replicas(checkpoint: Checkpoint, *, workers: int = 1) -> int:
     """Compare every stored copy of a tensor with the one that owns it; returns the bytes of copies.
+
+    Args:
+        checkpoint: Of any format.
+        workers: Threads; reading and comparing run without the interpreter's lock.
 
     Raises:
         ReplicaError: They differ; the message names the first element.
@@ -169,13 +174,15 @@ def check_replicas(checkpoint: Checkpoint) -> int:
     copies = tuple(rule for rule in layout.rules if rule not in kept)
     if not copies:
         return 0
-    compared, num_bytes = plan(first, replace(layout, rules=copies)), 0
 
-    def tell(count: int) -> None:
-        nonlocal num_bytes
-        num_bytes += count
+    def share(number: int) -> tuple[Difference | None, int]:
+        sizes: list[int] = []
+        compared = plan(first, replace(layout, rules=copies[number::workers]))
+        return next(differences(compared, manifest, manifest, progress=sizes.append), None), sum(sizes)
 
-    for found in differences(compared, manifest, manifest, progress=tell):
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        shares = list(pool.map(share, range(min(workers, len(copies)))))
+    for found in (one for one, _ in shares if one is not None):
         raise ReplicaError(
             "replicas hold the same bytes",
             where=f"tensor {found.tensor!r} at {found.index}",
@@ -183,4 +190,4 @@ def check_replicas(checkpoint: Checkpoint) -> int:
             f"{found.num_elements} elements differ",
             hint="copies of a tied tensor, or of ranks, drifted apart; decide which is right and store that",
         )
-    return num_bytes
+    return sum(size for _, size in shares)

@@ -264,10 +264,10 @@ class _Worker:
         place[...] = copy.to_destination(_cast(block, source_dtype, dtype).view(f"<u{itemsize(dtype)}"))
 
     def _write(self, extent: Extent, at: int, data: memoryview) -> None:
-        done = 0
+        done, file = 0, self._file(extent)
         try:
             while done < len(data):
-                done += os.pwrite(self._file(extent), data[done:], at + done)
+                done += os.pwrite(file, data[done:], at + done)
         except OSError as error:
             raise unwritable(error, f"{extent.file} at byte {at + done}") from error
 
