@@ -24,7 +24,14 @@ from shardweave.cli.common import (
     table,
 )
 from shardweave.cli.company import company, default_workers, is_silent
-from shardweave.cli.plan import described_optimizer, job_report, optimizer_report, print_report
+from shardweave.cli.plan import (
+    described_optimizer,
+    described_part,
+    job_report,
+    optimizer_report,
+    part_report,
+    print_report,
+)
 from shardweave.cli.sources import TargetUrl, named, parse_source, parse_target
 from shardweave.cli.targets import held, landing
 
@@ -65,6 +72,7 @@ def convert(
     zero: options.Zero_ = None,
     dp: options.Dp = None,
     tp_grain: options.TpGrain = None,
+    only: options.Only = None,
     dtype: options.Dtype = None,
     stacked_experts: options.StackedExperts = False,
     weights_only: options.WeightsOnly = False,
@@ -144,6 +152,7 @@ def convert(
             stacked_experts=stacked_experts,
             max_file_bytes=max_file_size,
             weights_only=weights_only,
+            only=only,
             tp=tp,
             pp=pp,
             ep=ep,
@@ -198,6 +207,7 @@ def _plain(job: Job, report: Report) -> dict[str, Any]:
     return {
         "source": {"path": named(job.source.manifest.root), "format": job.source.format},
         "target": {"path": named(report.dst), "format": job.target.format, "arrays": report.num_tensors},
+        "part": part_report(job),
         "optimizer": optimizer_report(job),
         "account": {
             "used": books.used,
@@ -223,6 +233,7 @@ def _print(job: Job, report: Report) -> None:
         {
             "source": f"{named(job.source.manifest.root)} ({job.source.format})",
             "target": f"{named(report.dst)} ({job.target.format})",
+            **described_part(part_report(job)),
             **described_optimizer(optimizer_report(job)),
         }
     )

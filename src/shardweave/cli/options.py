@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,6 +152,16 @@ Dp = Annotated[
 ]
 TpGrain = Annotated[
     int | None, _degree("--tp-grain", "tp_grain_size of the DeepSpeed config. Default: 1.", _DEEPSPEED)
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        help="A part of the model: tensors whose names match, with their states, such as "
+        "'model.layers.3.*' or '*.experts.{0..7}.*'. May be given several times.",
+        show_default=False,
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -306,6 +316,7 @@ def prepared(
     weights_only: bool = False,
     layout: Path | None = None,
     to_layout: Path | None = None,
+    only: Sequence[str] | None = None,
     **given: Any,
 ) -> Job:
     """The conversion that a command asks for, decided and proved.
@@ -335,6 +346,7 @@ def prepared(
         stacked_experts=stacked_experts,
         max_file_bytes=max_file_bytes,
         weights_only=weights_only,
+        only=only or (),
         layout=read_layout(layout),
         to_layout=read_layout(to_layout),
         keys=keys,

@@ -95,6 +95,7 @@ def plan(
     zero: options.Zero_ = None,
     dp: options.Dp = None,
     tp_grain: options.TpGrain = None,
+    only: options.Only = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -132,6 +133,7 @@ def plan(
             stacked_experts=stacked_experts,
             max_file_bytes=max_file_size,
             weights_only=weights_only,
+            only=only,
             **given,
         )
         found, report = job.plan, job_report(job)
@@ -308,6 +310,7 @@ def job_report(job: Job) -> dict[str, Any]:
             "dtypes": sorted({spec.dtype for spec in wanted.specs}),
             "max_file_bytes": wanted.max_file_bytes,
         },
+        "part": part_report(job),
         "optimizer": optimizer_report(job),
         "families": _families(job.plan),
         "cost": _cost(cost(job.plan)),
@@ -316,6 +319,22 @@ def job_report(job: Job) -> dict[str, Any]:
         groups = files_of(wanted.specs, max_file_bytes=wanted.max_file_bytes)
         report["files"] = {name: sum(spec.num_bytes for spec in group) for name, group in groups.items()}
     return report
+
+
+def part_report(job: Job) -> dict[str, Any] | None:
+    """Which part of a model is converted, as plain values; ``None`` where it is a whole one."""
+    if not job.source.only:
+        return None
+    tensors = sum(1 for tensor in job.source.model.tensors for _ in tensor.names())
+    return {"only": [list(patterns) for patterns in job.source.only], "tensors": tensors}
+
+
+def described_part(report: Mapping[str, Any] | None) -> dict[str, str]:
+    """The same for people: a row, or none."""
+    if report is None:
+        return {}
+    patterns = "\nof these ".join(", ".join(few) for few in report["only"])
+    return {"part": f"{plural(report['tensors'], 'tensor')}: {patterns}"}
 
 
 def optimizer_report(job: Job) -> dict[str, Any] | None:
@@ -353,7 +372,13 @@ def print_report(report: Mapping[str, Any]) -> None:
     stored = "path" in report["source"]
     described = _described_files if stored else _described_ranks
     sides = {side: described(report[side]) for side in ("source", "target")}
-    print_facts({**sides, **described_optimizer(report.get("optimizer"))})
+    print_facts(
+        {
+            **sides,
+            **described_part(report.get("part")),
+            **described_optimizer(report.get("optimizer")),
+        }
+    )
     console.print()
     shown = table("tensor", ">boxes", ">copies", ">bytes")
     for row in report["families"]:
