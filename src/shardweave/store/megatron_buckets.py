@@ -4,15 +4,18 @@ A folder with ``dp_reshardable`` states stores of each bucket of each group of r
 
     ``optimizer.distributed.dp_group_idx_{g}.gbuf_idx_{b}.dtype_({t}, {u}).bucket_idx_{n}.{state}``
 
-with ``chained_{k}.`` before it where optimizers are chained. Which parameter lies where in it is geometry,
-given by the caller. It is held against what is stored, and becomes boxes of the arrays of the weights:
+with ``chained_{k}.`` before it where optimizers are chained, and ``.cp_rank_{c}`` before the state where
+ranks of a context group share matrices, so that each has other rows. Which parameter lies where in it is
+geometry, given by the caller. It is held against what is stored, and becomes boxes of the arrays of the
+weights:
 
     - every stored chunk lies within one parameter or within padding, as Megatron cuts them;
     - copies of a parameter on several ranks have the same bits;
     - the boxes of every state tile the weight, each element once;
     - masters round to the weights (``prove_masters``).
 
-Source: megatron-core 0.16.1, ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
+Source: megatron-core 0.16.1, ``DistributedOptimizer.sharded_param_state_dp_reshardable``. No release up to it
+writes keys with ``cp_rank``: they are what Megatron-LM's public change for folded context ranks describes.
 """
 
 from __future__ import annotations
@@ -35,10 +38,11 @@ from shardweave.store.tiling import prove_tiling
 
 _KEY = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
-    r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)(\.cp_rank_\d+)?\.(\w+)"
+    r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)(?:\.cp_rank_(\d+))?\.(\w+)"
 )
 _SAMPLE: Final = 4096
 """Elements at each end of a box that are compared with the weight."""
+_WHOLE: Final = "copy the whole folder; every rank of the save wrote files of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Bucket:
         number: Its number in the buffer.
         dtype: The dtype of its parameters.
         states: Its arrays by state, ``master`` among them.
+        cp_rank: The rank of the context group whose rows it has; ``None`` where these ranks have the same.
     """
 
     chained: int | None
@@ -60,6 +65,7 @@ class Bucket:
     number: int
     dtype: str
     states: Mapping[str, StoredTensor]
+    cp_rank: int | None = None
 
     @property
     def size(self) -> int:
@@ -68,7 +74,9 @@ class Bucket:
 
     def __str__(self) -> str:
         chained = "" if self.chained is None else f"chained_{self.chained}, "
-        return f"{chained}group {self.group}, buffer {self.buffer} of {self.dtype}, bucket {self.number}"
+        of_cp = "" if self.cp_rank is None else f" of cp rank {self.cp_rank}"
+        at = f"{chained}group {self.group}, buffer {self.buffer} of {self.dtype}"
+        return f"{at}, bucket {self.number}{of_cp}"
 
 
 Part = tuple[str, Box, Box]
@@ -98,50 +106,89 @@ def buckets(manifest: Manifest) -> list[Bucket]:
     """The buckets of a folder, in order.
 
     Raises:
-        FormatError: Buckets of a kind that is not read, arrays of several sizes, or numbers with gaps.
+        FormatError: Buckets of a kind that is not read, or arrays of several sizes.
+        GapError: Numbers of buckets, or of ranks of a context group, with gaps.
     """
-    found: dict[tuple[int, int, int, int, str], dict[str, StoredTensor]] = {}
+    found: dict[tuple[int, int, int, int, int, str], dict[str, StoredTensor]] = {}
     for key, tensor in manifest.tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
+            if ".gbuf_idx_" in key:
+                raise FormatError(
+                    "keys of flat buckets are those of Megatron's distributed optimizer",
+                    where=str(manifest.root),
+                    equation=f"{key!r:.200} is of another form",
+                    hint="it was saved by a version that is not known here; convert the weights alone with "
+                    "--weights-only",
+                )
             continue
-        chained, group, buffer, dtype, number, of_cp, state = match.groups()
-        if of_cp is not None or dtype == "uint8":
+        chained, group, buffer, dtype, number, cp_rank, state = match.groups()
+        if dtype == "uint8":
             raise FormatError(
-                "buckets hold parameters of one dtype that ranks of a context group have whole",
+                "buckets hold parameters of one dtype",
                 where=f"{manifest.root}, {key!r}",
-                equation="which rows a rank of the context group has is not recorded"
-                if of_cp is not None
-                else "fp8 parameters: their weights are no rounded masters",
+                equation="fp8 parameters: their weights are no rounded masters",
                 hint="save the optimizer with --dist-ckpt-optim-fully-reshardable",
             )
-        at = (-1 if chained is None else int(chained), int(group), int(buffer), int(number), dtype)
+        of_cp = -1 if cp_rank is None else int(cp_rank)
+        at = (-1 if chained is None else int(chained), int(group), int(buffer), of_cp, int(number), dtype)
         states = found.setdefault(at, {})
         states[MASTER if state in MASTERS else state] = tensor
     made = []
-    for (chain, group_, buffer_, number_, dtype), states in sorted(found.items()):
+    for (chain, group_, buffer_, of_cp, number_, dtype), states in sorted(found.items()):
         sizes = {(tensor.shape, tensor.dtype) for tensor in states.values()}
-        bucket = Bucket(None if chain < 0 else chain, group_, buffer_, number_, dtype, states)
+        chained_, cp_rank_ = (None if n < 0 else n for n in (chain, of_cp))
+        bucket = Bucket(chained_, group_, buffer_, number_, dtype, states, cp_rank_)
         if len(sizes) != 1 or any(len(shape) != 1 for shape, _ in sizes) or MASTER not in states:
             raise FormatError(
                 "the states of a bucket are of one size, masters among them",
                 where=f"{manifest.root}, {bucket}",
                 equation=", ".join(f"{state}{tensor.shape}" for state, tensor in states.items()),
-                hint="copy the whole folder; every rank of the save wrote files of its own",
+                hint=_WHOLE,
             )
         made.append(bucket)
     for last, bucket in zip([None, *made], made, strict=False):
-        same = last is not None and (last.chained, last.group, last.buffer) == (
-            bucket.chained, bucket.group, bucket.buffer,
+        same = last is not None and (last.chained, last.group, last.buffer, last.cp_rank) == (
+            bucket.chained, bucket.group, bucket.buffer, bucket.cp_rank,
         )  # fmt: skip
         if bucket.number != (last.number + 1 if same and last is not None else 0):
             raise GapError(
                 "the buckets of a buffer are numbered from 0 on",
                 where=f"{manifest.root}, {bucket}",
                 equation=f"bucket({last.number if same and last is not None else 'none'}) comes before it",
-                hint="copy the whole folder; every rank of the save wrote files of its own",
+                hint=_WHOLE,
             )
+    _prove_context(manifest, made)
     return made
+
+
+def context_ranks(stored: Sequence[Bucket]) -> int:
+    """How many ranks of a context group have rows of their own; 1 where all of them have the same."""
+    return 1 + max((one.cp_rank for one in stored if one.cp_rank is not None), default=0)
+
+
+def _prove_context(manifest: Manifest, stored: Sequence[Bucket]) -> None:
+    """Every rank of a context group has stored equal shares of a buffer, or none has any of its own."""
+    count = context_ranks(stored)
+    buffers: dict[tuple[int | None, int, int], dict[int | None, list[tuple[str, int]]]] = {}
+    for one in stored:
+        of = buffers.setdefault((one.chained, one.group, one.buffer), {})
+        of.setdefault(one.cp_rank, []).append((one.dtype, one.size))
+    for (_, group, buffer), of in buffers.items():
+        if set(of) not in ({None}, set(range(count))):
+            raise GapError(
+                "each rank of a context group has stored its share of a folded buffer",
+                where=f"{manifest.root}, group {group}, buffer {buffer}",
+                equation=f"cp ranks({', '.join('none' if c is None else str(c) for c in of)}) of {count}",
+                hint=_WHOLE,
+            )
+        if len({tuple(sizes) for sizes in of.values()}) != 1:
+            raise FormatError(
+                "shares of a folded buffer are of one size",
+                where=f"{manifest.root}, group {group}, buffer {buffer}",
+                equation="; ".join(f"cp rank {c}: {sizes}" for c, sizes in of.items()),
+                hint=_WHOLE,
+            )
 
 
 def assembled(

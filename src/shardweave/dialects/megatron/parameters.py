@@ -47,10 +47,11 @@ class Parameter:
     Attributes:
         name: Its name in the rank's module, without the chunk.
         shape: Its shape on the rank.
-        stretches: Which blocks of stored arrays it is. Law: their ``at`` tile it.
+        stretches: Which blocks of stored arrays it is. Law: their ``at`` tile it, but for padding.
         expert: Whether it is of one of many experts.
         shared: Whether it is one of two embeddings that two stages have; these are in buckets of their own.
         replica: Whether another rank, or another parameter, stands for it.
+        gathered: Whether ranks that share matrices have rows of it alone, and gather it for use.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Parameter:
     expert: bool = False
     shared: bool = False
     replica: bool = False
+    gathered: bool = False
 
     @property
     def numel(self) -> int:
@@ -254,4 +256,5 @@ def _parameter(
             stretches.append(Stretch(array, box, Box.of(offset, held.shape)))
     if weight.cut_dim is not None:
         sizes[weight.cut_dim] = sum(size for *_, size in cut)
-    return Parameter(name, tuple(sizes), tuple(stretches), weight.expert)
+    gathered = weight.cut_dim is not None and len(sizes) == 2
+    return Parameter(name, tuple(sizes), tuple(stretches), weight.expert, gathered=gathered)
