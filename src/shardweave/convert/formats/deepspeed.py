@@ -16,7 +16,7 @@ from typing import Any, Final
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState, Settings
 from shardweave.convert.formats import deepspeed_target, ranks
 from shardweave.convert.formats.format import Format
-from shardweave.convert.states import recorded
+from shardweave.convert.states import MASTER, recorded
 from shardweave.convert.target import (
     Zero,
 )
@@ -31,6 +31,7 @@ from shardweave.store import deepspeed as native
 from shardweave.store import deepspeed_universal
 from shardweave.store.deepspeed_state import INFO
 from shardweave.store.manifest import Manifest, StoredTensor
+from shardweave.store.megatron_buckets import prove_masters
 from shardweave.store.pickles import brief
 from shardweave.store.strict_json import some
 
@@ -191,7 +192,23 @@ def _check_patterns(expected: Layout, info: Mapping[str, Any], maps: Collection[
 
 
 def _states(source: Checkpoint, settings: Settings | None) -> OptimizerState | None:
+    """Its states, if masters are those of the weights, which lie in other files."""
+    prove_masters(_masters_by_weight(source.manifest))
     return recorded(source, ordered=True)
+
+
+def _masters_by_weight(manifest: Manifest) -> Manifest:
+    """The weights that have masters beside them, and these, with the rank in the name of the weight."""
+    found: dict[str, StoredTensor] = {}
+    for key, tensor in manifest.tensors.items():
+        if not key.startswith("optim/"):
+            found[key] = tensor
+            continue
+        name, _, state = key.removeprefix("optim/").rpartition("/")
+        state, at, rank = state.partition("@")
+        if state == MASTER and tensor.dtype == "float32":
+            found[f"optim/{name}{at}{rank}/{MASTER}"] = tensor
+    return replace(manifest, tensors=found)
 
 
 FORMAT = Format(
