@@ -182,8 +182,8 @@ class Work:
         """The rank that sends, and the one that receives."""
         return (self.rank, self.peer) if self.is_send else (self.peer, self.rank)
 
-    def wait(self) -> None:
-        """Until the message was received.
+    def wait(self, timeout: object = None) -> None:
+        """Until the message was received. The world has a time of its own, so ``timeout`` says nothing here.
 
         Raises:
             TransportError, TransportTimeoutError: As of ``run_world``.
