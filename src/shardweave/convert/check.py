@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
+from shardweave.convert import part
 from shardweave.convert.accounting import account
-from shardweave.convert.checkpoint import Checkpoint
-from shardweave.convert.compare import check_replicas
+from shardweave.convert.checkpoint import Checkpoint, OptimizerState, Settings
+from shardweave.convert.compare import check_masters, check_replicas
+from shardweave.convert.convert import states
 from shardweave.convert.formats import FORMATS
+from shardweave.convert.kept import kept
+from shardweave.convert.masters import with_states
 from shardweave.convert.source import open_checkpoint, read_files
 from shardweave.convert.staging import FOLDER, require_finished
+from shardweave.convert.states import MASTER
+from shardweave.convert.target import state_rules
 from shardweave.dialects import hf
 from shardweave.errors import DigestError, ShardweaveError
 from shardweave.layout import Layout
@@ -89,9 +95,10 @@ def check(
     config: Path | Mapping[str, Any] | None = None,
     layout: Layout | None = None,
     digests: bool = True,
+    settings: Settings | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checked:
-    """Look at everything about a checkpoint that can be proved; only the digests read its weights.
+    """Look at everything about a checkpoint that can be proved; digests, copies and masters read its arrays.
 
     A step that fails is a finding, and the steps that do not need it are still done.
 
@@ -101,7 +108,8 @@ def check(
             and shapes are not compared with a model.
         layout: Which shard of a rank holds what, where the format does not say.
         digests: Whether to read all weights and compare them with recorded digests, or with the CRCs that
-            torch saves with them.
+            torch saves with them, and with their masters.
+        settings: What reads the settings of the optimizer off a native checkpoint that a run saved.
         progress: Told ``(bytes read, bytes in all)``.
     """
     checked = Checked(root)
@@ -118,7 +126,7 @@ def check(
     if config is None and not _describes_itself(manifest):
         checked.skip("model", "no config is given or found; names and shapes are not compared")
     else:
-        _check_model(checked, root, config, layout)
+        _check_model(checked, root, config, layout, settings, reads=digests)
     if not digests:
         checked.skip("digests", "not asked for")
     elif manifest.format == "native":
@@ -145,33 +153,67 @@ def _files(manifest: Manifest) -> str:
 def _describes_itself(manifest: Manifest) -> bool:
     root = FORMATS[manifest.format].home(manifest)
     root = root if root.is_dir() else root.parent
-    return (root / "config.json").is_file() or FORMATS[manifest.format].config(manifest) is not None
+    said = any((root / name).is_file() for name in ("config.json", part.FILE))
+    return said or FORMATS[manifest.format].config(manifest) is not None
 
 
 def _check_model(
-    checked: Checked, root: Path, config: Path | Mapping[str, Any] | None, layout: Layout | None
+    checked: Checked,
+    root: Path,
+    config: Path | Mapping[str, Any] | None,
+    layout: Layout | None,
+    settings: Settings | None,
+    *,
+    reads: bool,
 ) -> None:
-    source = checked.attempt(
-        "model",
-        lambda: open_checkpoint(root, config=config, layout=layout),
-        lambda found: (
-            f"names, shapes and dtypes are those of {found.model.family}, "
-            f"{found.model.num_layers} layers, {found.model.numel:,} parameters"
-        ),
-    )
+    source = checked.attempt("model", lambda: open_checkpoint(root, config=config, layout=layout), _described)
     if source is None:
         return
-    checked.attempt("coverage", lambda: _coverage(source), lambda found: found)
-    if first_holders(source.layout) != source.layout:
-        checked.attempt("replicas", lambda: check_replicas(source), lambda size: f"{size:,} bytes agree")
+    has = len(checked.findings)
+    state = checked.attempt(
+        "optimizer", lambda: states(source, settings=settings), lambda found: _state_said(source, found)
+    )
+    if state is None and len(checked.findings) == has:
+        checked.steps.pop()  # it has none
+    whole = source if state is None else with_states(source, state, masters="beside", dtype=None)[0]
+    checked.attempt("coverage", lambda: _coverage(whole, state), lambda found: found)
+    if first_holders(whole.layout) != whole.layout:
+        checked.attempt("replicas", lambda: check_replicas(whole), lambda size: f"{size:,} bytes agree")
+    if state is not None and any(tensor.name.endswith(f"/{MASTER}") for tensor in state.layout.tensors):
+        if reads:
+            checked.attempt(
+                "masters",
+                lambda: check_masters(source, state),
+                lambda count: f"{count:,} elements round to their weights",
+            )
+        else:
+            checked.skip("masters", "not asked for")
 
 
-def _coverage(source: Checkpoint) -> str:
+def _described(found: Checkpoint) -> str:
+    of = f"names, shapes and dtypes are those of {found.model.family}"
+    if found.only:
+        patterns = ", of these ".join(", ".join(few) for few in found.only)
+        return f"{of}, a part: {patterns}; {found.model.numel:,} parameters"
+    return f"{of}, {found.model.num_layers} layers, {found.model.numel:,} parameters"
+
+
+def _state_said(source: Checkpoint, state: OptimizerState | None) -> str:
+    if state is None:
+        return ""
+    layout = replace(source.layout, rules=(*source.layout.rules, *state.layout.rules))
+    found = kept(state, layout)
+    return f"{found}; {found.masters_said}"
+
+
+def _coverage(source: Checkpoint, state: OptimizerState | None) -> str:
     """Every element of the model is held, and every byte of the files is accounted for."""
-    canonical = hf.layout(source.model)
+    weights = hf.layout(source.model)
+    rules = state_rules(weights, state) if state is not None else ()
+    canonical = replace(weights, rules=(*weights.rules, *rules))
     books = account(source, plan(source.layout, canonical, allow_casts=True))
     parts = {
-        "weights": books.used,
+        "weights" if state is None else "weights and states": books.used,
         "replicas": books.replica,
         "padding": sum(books.padding.values()),
         "no weights": sum(books.left_out.values()),

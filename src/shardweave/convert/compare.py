@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from shardweave.convert.checkpoint import Checkpoint
-from shardweave.convert.execute import by_stored_keys
+from shardweave.convert.checkpoint import Checkpoint, OptimizerState
+from shardweave.convert.execute import by_stored_keys, cast
 from shardweave.convert.slabs import slabs
+from shardweave.convert.states import MASTER, owners, trained_part
 from shardweave.errors import ReplicaError
-from shardweave.layout import Box
+from shardweave.layout import Box, BufferRule
 from shardweave.layout.dtype import itemsize
 from shardweave.layout.holders import first_holders
 from shardweave.plan import Copy, Plan, plan
@@ -52,7 +53,8 @@ def differences(
 ) -> Iterator[Difference]:
     """Every block of the plan whose bits differ, as its first differing element.
 
-    A block is of one member of its tensor: of one layer, and of one expert.
+    A block is of one member of its tensor: of one layer, of one expert. Where the left is of another dtype,
+    it is rounded to that of the right first, and what is no number is alike, whichever of its words it has.
 
     Args:
         compared: From the left's arrays to the right's.
@@ -97,14 +99,18 @@ def _only(box: Box, dims: Sequence[int], turn: tuple[int, ...]) -> Box:
 
 
 def _compare(copy: Copy, a: _Side, b: _Side) -> Difference | None:
-    tensor = b.reader.manifest.tensors[copy.dst_name]
-    most = _SLAB_BYTES // itemsize(tensor.dtype)
+    dtypes = [
+        side.reader.manifest.tensors[key].dtype for side, key in ((a, copy.src_name), (b, copy.dst_name))
+    ]
+    most = _SLAB_BYTES // max(map(itemsize, dtypes))
     first: Difference | None = None
     for slab in slabs((0,) * len(copy.dst_box.dims), copy.dst_box.shape, most):
         positions = dict(zip(copy.dst_dims, slab.dims, strict=True))
         mine = a.block(copy.src_name, copy.src_box, [positions.get(d, range(1)) for d in copy.src_dims])
         other = b.block(copy.dst_name, copy.dst_box, list(slab.dims))
         mine = copy.to_destination(mine)
+        if dtypes[0] != dtypes[1]:
+            mine = _rounded(mine, other, dtypes[0], dtypes[1])
         if np.array_equal(mine, other):
             continue
         different = np.argwhere(mine != other)
@@ -117,6 +123,19 @@ def _compare(copy: Copy, a: _Side, b: _Side) -> Difference | None:
         else:
             first = replace(first, num_elements=first.num_elements + len(different))
     return first
+
+
+def _rounded(mine: np.ndarray, other: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Words in another dtype; where neither side is a number, those of the other side."""
+    rounded = cast(mine, source, target).view(other.dtype)
+    none = _is_nan(rounded, target) & _is_nan(other, target)
+    return np.where(none, other, rounded) if none.any() else rounded
+
+
+def _is_nan(words: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (words & 0x7FFF) > 0x7F80
+    return np.isnan(words.view(np.dtype(dtype))) if dtype.startswith("float") else np.zeros(words.shape, bool)
 
 
 class _Side:
@@ -185,9 +204,49 @@ def check_replicas(checkpoint: Checkpoint, *, workers: int = 1) -> int:
     for found in (one for one, _ in shares if one is not None):
         raise ReplicaError(
             "replicas hold the same bytes",
-            where=f"tensor {found.tensor!r} at {found.index}",
+            where=f"tensor {found.tensor!r} at {found.index}{_ranks(found)}",
             equation=f"{found.left} in {found.left_key!r} != {found.right} in {found.right_key!r}, "
             f"{found.num_elements} elements differ",
             hint="copies of a tied tensor, or of ranks, drifted apart; decide which is right and store that",
         )
     return sum(size for _, size in shares)
+
+
+def _ranks(found: Difference) -> str:
+    """Which ranks hold the two, where keys say it."""
+    ranks = [key.rpartition("@")[2] for key in (found.left_key, found.right_key) if "@" in key]
+    return f", ranks {' and '.join(ranks)}" if len(ranks) == 2 else ""
+
+
+def check_masters(checkpoint: Checkpoint, state: OptimizerState) -> int:
+    """Compare every weight that is stored beside its master with the master, rounded; returns their elements.
+
+    Raises:
+        ReplicaError: They differ; the message names the first element.
+    """
+    layout = checkpoint.layout
+    of = {(rule.name, rule.parts[0].tensor): rule for rule in state.layout.rules}
+    masters, weights = list[BufferRule](), list[BufferRule]()
+    for rule in owners(layout):
+        tensor = state.states_of(rule.parts[0].tensor).get(MASTER)
+        if tensor is not None:
+            kept, _ = next(trained_part(layout, rule, state))
+            masters.append(replace(of[f"optim/{rule.name}/{MASTER}", tensor], parts=kept.parts))
+            weights.append(kept)
+    if not weights:
+        return 0
+    compared = plan(
+        first_holders(replace(layout, rules=tuple(masters))),
+        replace(layout, rules=tuple(weights)),
+        allow_casts=True,
+    )
+    for found in differences(compared, checkpoint.manifest, checkpoint.manifest):
+        raise ReplicaError(
+            "a master rounds to its weight",
+            where=f"tensor {found.tensor!r} at {found.index}{_ranks(found)}",
+            equation=f"{found.left} of {found.left_key!r}, rounded, != {found.right} in {found.right_key!r}, "
+            f"{found.num_elements} elements differ",
+            hint="the state is of other weights than those beside it: save both again, or convert weights "
+            "alone with --weights-only",
+        )
+    return sum(tensor.numel for tensor in replace(layout, rules=tuple(weights)).tensors)

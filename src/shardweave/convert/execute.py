@@ -261,7 +261,7 @@ class _Worker:
             return
         hull = self.reader.load_box(copy.src_name, offset, [r[-1] - r[0] + 1 for r in blocks])
         block = hull[tuple(slice(None, None, r.step) for r in blocks)]
-        place[...] = copy.to_destination(_cast(block, source_dtype, dtype).view(f"<u{itemsize(dtype)}"))
+        place[...] = copy.to_destination(cast(block, source_dtype, dtype).view(f"<u{itemsize(dtype)}"))
 
     def _write(self, extent: Extent, at: int, data: memoryview) -> None:
         done, file = 0, self._file(extent)
@@ -332,7 +332,7 @@ def unwritable(error: OSError, where: str) -> WriteError:
     )
 
 
-def _cast(block: np.ndarray, source: str, target: str) -> np.ndarray:
+def cast(block: np.ndarray, source: str, target: str) -> np.ndarray:
     """The values of a block in another dtype, rounded as torch rounds."""
     if source == target:
         return block
