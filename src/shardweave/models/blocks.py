@@ -180,17 +180,21 @@ def attention_block(
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm: bool = False,
+    o_name: str = "o_proj",
 ) -> Block:
     """Grouped-query attention, with biases and per-head norms of Q and K where asked for."""
+    names = {**{role: f"{role}_proj" for role in "qkv"}, "o": o_name}
     q, kv = found.num_heads * found.head_dim, found.num_kv_heads * found.head_dim
     rows = {"q": q, "k": kv, "v": kv, "o": stack.hidden_size}
     tensors = {
-        role: stack.each(layers, f"self_attn.{role}_proj.weight", n, q if role == "o" else stack.hidden_size)
+        role: stack.each(
+            layers, f"self_attn.{names[role]}.weight", n, q if role == "o" else stack.hidden_size
+        )
         for role, n in rows.items()
     }
     for role, n in rows.items():
         if o_bias if role == "o" else qkv_bias:
-            tensors[f"{role}_bias"] = stack.each(layers, f"self_attn.{role}_proj.bias", n)
+            tensors[f"{role}_bias"] = stack.each(layers, f"self_attn.{names[role]}.bias", n)
     for role in ("q_norm", "k_norm") if qk_norm else ():
         tensors[role] = stack.each(layers, f"self_attn.{role}.weight", found.head_dim)
     sizes = {

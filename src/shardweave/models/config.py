@@ -21,6 +21,8 @@ TOKENS = "names token ids"
 GENERATION = "says how text is generated"
 TASK = "belongs to heads of other tasks"
 
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
 _REASONS = {
     RUNTIME: """
         _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path attn_implementation
@@ -193,6 +195,18 @@ class Config:
         if type(value) is not bool:
             raise self.fail("a switch is true or false", f"{key}={_brief(value)}", "write true or false")
         return value
+
+    def dtype(self, wanted: str) -> str:
+        """The dtype of the weights: the one that is wanted, else the config's."""
+        key = self.spelled("dtype", "torch_dtype")
+        found = wanted or self.get(key)
+        if found not in _DTYPES:
+            raise self.fail(
+                "the weights have a known dtype",
+                f"{'the argument dtype' if wanted else key}={found!r} is not one of {', '.join(_DTYPES)}",
+                "pass dtype= to say which the weights have",
+            )
+        return str(found)
 
     def numbers(self, key: str, below: int) -> tuple[int, ...]:
         """A list of numbers from 0 to ``below``; missing and null are the empty list."""

@@ -19,6 +19,7 @@ from shardweave.models import (
     gpt_bigcode,
     gptj,
     llama,
+    llava,
     mamba2,
     mistral,
     mixtral,
@@ -64,9 +65,7 @@ FAMILIES = {
         yuan.FAMILY,
     )
 }
-"""Every family by its ``model_type``."""
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Every family of decoders by its ``model_type``; ``llava`` has one of them as its language model."""
 
 
 def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: str | None = None) -> Model:
@@ -92,11 +91,22 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
     model.layers.{layer[0:3]}.self_attn.k_proj.weight (16, 48) bfloat16
     """
     values = load(config) if isinstance(config, Path) else config
+    where = f"config {config}" if isinstance(config, Path) else "config"
+    if values.get("model_type") != llava.MODEL_TYPE:
+        return _decoder(values, where, dtype, prefix)
+    text, dtype = llava.text_config(values), llava.read(values).dtype(dtype)
+    return llava.joined(values, _decoder(text, f"{where}, text_config", dtype, prefix, llava.TEXT))
+
+
+def _decoder(
+    values: Mapping[str, Any], where: str, dtype: str, prefix: str | None, within: str = ""
+) -> Model:
+    """The tensors of a decoder, whose names begin with what it lies within."""
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
             "a config belongs to a known family",
-            where=f"config {config}" if isinstance(config, Path) else "config",
+            where=where,
             equation=f"model_type={name!r} is not one of {', '.join(FAMILIES)}",
             hint="describe the family in a file of its own in shardweave.models",
         )
@@ -109,8 +119,9 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
             f"architectures={read.get('architectures')} != [{family.architecture!r}]",
             "other heads and bare backbones have other tensors; convert the language model",
         )
-    prefix = family.prefix if prefix is None else prefix
-    stack = Stack(prefix, read.size("hidden_size"), _dtype(read, dtype), family.within)
+    prefix = within + family.prefix if prefix is None else prefix
+    head = within + family.head
+    stack = Stack(prefix, read.size("hidden_size"), read.dtype(dtype), family.within)
     vocab_size = read.size("vocab_size")
     num_layers = family.num_layers(read)
     tied = read.flag("tie_word_embeddings", missing=family.tied)
@@ -119,12 +130,11 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
         embedding,
         *family.layers(read, stack, whole(num_layers)),
         final_block(stack, name=family.final),
-        *(() if tied else (head_block(stack, vocab_size, name=family.head),)),
+        *(() if tied else (head_block(stack, vocab_size, name=head),)),
         *family.around(read, stack),
     )
     if (quantisation := values.get("quantization_config")) is not None:
         blocks = quantised(read, quantisation, blocks)
-    head = family.head
     aliases = {head: embedding.tensors["embed"].name} if tied else {}
     once_more = {"embedding": embedding.tensors["embed"].name, "head": aliases.get(head, head)}
     copies = {
@@ -140,15 +150,3 @@ def from_config(config: Mapping[str, Any] | Path, *, dtype: str = "", prefix: st
         for buffer in family.buffers
     } | {prefix + buffer for buffer in family.buffers_once}
     return Model(name, num_layers, stack.dtype, blocks, aliases, copies, frozenset(buffers))
-
-
-def _dtype(config: Config, wanted: str) -> str:
-    key = config.spelled("dtype", "torch_dtype")
-    found = wanted or config.get(key)
-    if found not in _DTYPES:
-        raise config.fail(
-            "the weights have a known dtype",
-            f"{'the argument dtype' if wanted else key}={found!r} is not one of {', '.join(_DTYPES)}",
-            "pass dtype= to say which the weights have",
-        )
-    return str(found)

@@ -59,6 +59,13 @@ class Block:
                    ``embed_norm hidden_norm proj norm``
     ``final``      ``hidden_size``; ``norm``
     ``head``       ``vocab_size, hidden_size``; ``head``; absent where the embedding is tied
+    ``patches``    of a vision tower, ``num_channels, patch_size, hidden_size``; ``patches`` (hidden size,
+                   channels, height, width), ``patches_bias``
+    ``projector``  from a vision tower to a language model, ``hidden_size, text_hidden_size``; ``linear_1
+                   linear_2``, each with its ``..._bias``
+
+    In a model that has a vision tower beside a decoder, the kinds of the tower's blocks start with
+    ``vision_``; it has layers of its own.
 
     Weights in blocks of float8 have scales beside them, ``gate_scale`` beside ``gate``, and the sizes
     ``scale_rows, scale_columns`` of a block.
@@ -92,6 +99,7 @@ class Model:
         copies: Names under which files hold a tensor once more: name to canonical name. In DeepSeek's files
             each layer for a further token has a copy of the embedding and of the head.
         buffers: Names under which files of old versions hold what is no weight, such as causal masks.
+        prefixes: What names begin with, and what they begin with instead in files of old versions.
     """
 
     family: str
@@ -101,6 +109,7 @@ class Model:
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
+    prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, kind: str) -> Iterator[Block]:
         """The blocks of one kind, in order of their layers."""

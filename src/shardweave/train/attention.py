@@ -9,7 +9,7 @@ which give one result:
 | ``gather`` | keys and values, to all at once | all of them | causal, none, window | any |
 | ``all_to_all`` | slots against heads, and back | all slots of some heads | causal, none, window | divide |
 
-Either order of a batch is right in each; the zigzag gives ``ring`` and ``gather`` equal work on all ranks where
+Either order of a batch is right in each; the zigzag gives ``ring`` and ``gather`` equal work on all ranks if
 attention is causal, as windows are. Padding gets zeros and gives nothing: neither its values nor its gradient
 reach a token.
 """

@@ -10,6 +10,8 @@ rather than their weights go to the ranks that need them (``train/model.py``).
 | embedding and head (rows, padded to a multiple) | ``tp``, on the first and the last stage |
 | experts | ``ep`` by whole experts, ``etp`` by rows and columns |
 | norms, the router, the projections of heads for further tokens | nothing |
+| patches and positions of a vision tower | nothing |
+| the first linear of its projector (rows), the second (columns) | ``tp`` |
 | layers | ``pp`` |
 | heads for further tokens | nothing: on the last stage, with an embedding of its own |
 
@@ -43,13 +45,21 @@ from shardweave.layout import (
 )
 from shardweave.models import Block, Model
 
-_ROWS = ("q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "gate_bias", "up_bias")
-_COLUMNS = ("o", "down")
+_ROWS = (
+    *("q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "gate_bias", "up_bias"),
+    *("linear_1", "linear_1_bias"),
+)
+_COLUMNS = ("o", "down", "linear_2")
 _WHOLE = (
     *("input_norm", "post_attention_norm", "q_norm", "k_norm", "norm", "o_bias", "down_bias", "router"),
     *("embed_norm", "hidden_norm", "proj"),
+    *("input_norm_bias", "post_attention_norm_bias", "linear_2_bias", "bias"),
+    *("patches", "patches_bias", "positions"),
 )
-_KINDS = ("embedding", "norms", "attention", "mlp", "moe", "final", "head", "mtp")
+_KINDS = (
+    *("embedding", "norms", "attention", "mlp", "moe", "final", "head", "mtp"),
+    *("patches", "positions", "layer_norms", "plain_mlp", "final_bias", "projector"),
+)
 
 
 def train_layout(

@@ -91,16 +91,16 @@ def maths(config: Mapping[str, Any], *, dtype: str = "") -> Maths:
             hint="other families can be converted and refitted, not trained",
         )
     model = from_config(config, dtype=dtype)
-    _only(config, "hidden_act", "silu")
-    _only(config, "attention_dropout", 0.0, None)
-    _only(config, "partial_rotary_factor", 1.0, None)
+    only(config, "hidden_act", "silu")
+    only(config, "attention_dropout", 0.0, None)
+    only(config, "partial_rotary_factor", 1.0, None)
     blocks = {block.kind: block for block in model.blocks}
     heads = blocks["attention"].sizes
     sparse = blocks.get("moe")
     num_experts = sparse.sizes["num_experts"] if sparse else 0
     top_k = config.get("num_experts_per_tok", 8) if sparse else 0
     if sparse and not (type(top_k) is int and 1 <= top_k <= num_experts):
-        raise _wrong(config, "num_experts_per_tok", top_k, f"is not in 1..num_experts({num_experts})")
+        raise wrong(config, "num_experts_per_tok", top_k, f"is not in 1..num_experts({num_experts})")
     return Maths(
         model=model,
         hidden_size=blocks["embedding"].sizes["hidden_size"],
@@ -109,7 +109,7 @@ def maths(config: Mapping[str, Any], *, dtype: str = "") -> Maths:
         num_kv_heads=heads["num_kv_heads"],
         head_dim=heads["head_dim"],
         qk_norm="q_norm" in blocks["attention"].tensors,
-        eps=_positive(config, "rms_norm_eps", 1e-6),
+        eps=positive(config, "rms_norm_eps", 1e-6),
         rotary=_rotary(config, heads["head_dim"]),
         windows=_windows(config, model.num_layers),
         num_experts=num_experts,
@@ -123,12 +123,12 @@ def _rotary(config: Mapping[str, Any], head_dim: int) -> Rotary:
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, Mapping):
-            raise _wrong(config, key, value, "is not a mapping")
+            raise wrong(config, key, value, "is not a mapping")
     if new and old and new != old:
-        raise _wrong(config, "rope_scaling", old, f"!= rope_parameters({new})")
+        raise wrong(config, "rope_scaling", old, f"!= rope_parameters({new})")
     given, theta = new or old, config.get("rope_theta")
     if theta is not None and given.get("rope_theta", theta) != theta:
-        raise _wrong(config, "rope_theta", theta, f"!= rope_parameters.rope_theta({given['rope_theta']})")
+        raise wrong(config, "rope_theta", theta, f"!= rope_parameters.rope_theta({given['rope_theta']})")
     longest = config.get("max_position_embeddings", _LONGEST[str(config["model_type"])])
     return read_rotary(
         given, head_dim=head_dim, theta=10000.0 if theta is None else theta, max_positions=longest
@@ -141,43 +141,45 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
     types = config.get("layer_types")
     if window is None:
         if types is not None and "sliding_attention" in types:
-            raise _wrong(config, "layer_types", "sliding_attention", "without a sliding_window that is used")
+            raise wrong(config, "layer_types", "sliding_attention", "without a sliding_window that is used")
         return (None,) * num_layers
     if type(window) is not int or window < 1:
-        raise _wrong(config, "sliding_window", window, "is not a number of tokens")
+        raise wrong(config, "sliding_window", window, "is not a number of tokens")
     if config.get("model_type") == "qwen3_moe":
         # Its attention knows no types of layers: a window is one of all.
         return (window,) * num_layers
     if types is None:
         first = config.get("max_window_layers", 28)
         if type(first) is not int:
-            raise _wrong(config, "max_window_layers", first, "is not a number of layers")
+            raise wrong(config, "max_window_layers", first, "is not a number of layers")
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _only(config: Mapping[str, Any], key: str, *alike: object) -> None:
+def only(config: Mapping[str, Any], key: str, *alike: object) -> None:
     """Refuse all values but those that mean what is computed, which a missing key means too."""
     if key in config and config[key] not in alike:
-        raise _wrong(config, key, config[key], f"is not {alike[0]!r}")
+        raise wrong(config, key, config[key], f"is not {alike[0]!r}")
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
     """True or false, as a missing key says."""
     value = config.get(key, False)
     if type(value) is not bool:
-        raise _wrong(config, key, value, "is not true or false")
+        raise wrong(config, key, value, "is not true or false")
     return value
 
 
-def _positive(config: Mapping[str, Any], key: str, missing: float) -> float:
+def positive(config: Mapping[str, Any], key: str, missing: float) -> float:
+    """A positive number, as a missing key says."""
     value = config.get(key, missing)
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise _wrong(config, key, value, "is not a positive number")
+        raise wrong(config, key, value, "is not a positive number")
     return float(value)
 
 
-def _wrong(config: Mapping[str, Any], key: str, value: object, what: str) -> ModelError:
+def wrong(config: Mapping[str, Any], key: str, value: object, what: str) -> ModelError:
+    """An error about a value that is understood and not computed."""
     return ModelError(
         "what a config says about the computation is computed",
         where=f"config of {config.get('model_type', 'a part')}",
