@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ import torch
 
 from shardweave.errors import TransportError, TransportTimeoutError
 from shardweave.testing.communicator import Communicator, Tag, Work, hand_over, what
-from shardweave.train.grid import Group, GroupPlan, Groups
+from shardweave.train.grid import GroupPlan, Groups
 
 T = TypeVar("T")
 
@@ -127,15 +127,7 @@ def sent_bytes(groups: Groups) -> dict[str, int]:
 
     Only messages count, not what a rank keeps for itself. Two groups of the same ranks count apart.
     """
-    return {group.name: int(group.comm.sent_bytes) for group in _shared(groups)}
-
-
-def _shared(groups: Groups) -> Iterator[Group]:
-    """The groups of a rank that others are in too."""
-    plan = groups.plan
-    found = [groups.find(grid, name) for grid, names in plan.names.items() for name in names]
-    found += [groups.across(name) for name, ranks in plan.across.items() if groups.rank in ranks]
-    yield from (group for group in found if group is not None and group.comm is not None)
+    return {group.name: int(group.comm.sent_bytes) for group in groups.every() if group.comm is not None}
 
 
 # --- what ranks share ---------------------------------------------------------------------------
@@ -168,8 +160,9 @@ class World:
             return Communicator(self, numbers[ranks], ranks, rank)
 
         groups = Groups(plan, rank, {ranks: end(ranks) for ranks in numbers})
-        for group in _shared(groups):
-            object.__setattr__(group, "comm", end(group.ranks))
+        for group in groups.every():
+            if group.comm is not None:
+                object.__setattr__(group, "comm", end(group.ranks))
         return groups
 
     # --- messages -------------------------------------------------------------------------------

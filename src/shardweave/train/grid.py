@@ -283,10 +283,16 @@ class Group:
 
 
 class Groups:
-    """The groups of one rank of one world, by grid and name."""
+    """The groups of one rank of one world, by grid and name.
+
+    Attributes:
+        plan: What was planned.
+        rank: The global rank.
+        grid: The grid of a larger plan that these are of, by its name there; empty for all of a plan.
+    """
 
     def __init__(self, plan: GroupPlan, rank: int, comms: Mapping[Ranks, Any]) -> None:
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self.grid = plan, rank, ""
         self._comms = dict(comms)
         self._known: dict[tuple[str, str], Group | None] = {}
         self._across: dict[str, Group] = {}
@@ -308,6 +314,11 @@ class Groups:
         True
         """
         return _OfGrid(self, grid)
+
+    @property
+    def whole(self) -> Groups:
+        """The groups of all grids, which these are of."""
+        return self
 
     def member(self, grid: str) -> bool:
         """Whether this rank is on a grid.
@@ -337,6 +348,12 @@ class Groups:
                 raise _not_a_member(self.rank, name, format_ranks(ranks, 4))
             self._across[name] = Group(name, ranks, ranks.index(self.rank), self._comms.get(ranks))
         return self._across[name]
+
+    def every(self) -> Iterator[Group]:
+        """The groups that this rank is a member of, in the order of the plan."""
+        for grid, names in self.plan.names.items():
+            yield from (group for name in names if (group := self.find(grid, name)) is not None)
+        yield from (self.across(name) for name, ranks in self.plan.across.items() if self.rank in ranks)
 
     def find(self, grid: str, name: str) -> Group | None:
         """A group, or ``None`` where this rank is not a member of any of that name.
@@ -374,7 +391,7 @@ class Groups:
         """
         comms, self._comms = self._comms, {ranks: _Closed(ranks) for ranks in self._comms}
         for group in (*self._known.values(), *self._across.values()):
-            if group is not None and group.comm is not None:
+            if group is not None and group.ranks in self._comms:
                 object.__setattr__(group, "comm", self._comms[group.ranks])
         while comms:
             _, comm = comms.popitem()
@@ -389,13 +406,23 @@ class _OfGrid(Groups):
 
     def __init__(self, whole: Groups, grid: str) -> None:
         super().__init__(whole.plan.of(grid), whole.rank, {})
-        self._whole, self._grid = whole, grid
+        self._whole, self.grid = whole, grid
+
+    def of(self, grid: str) -> Groups:
+        """These, which are of one grid alone."""
+        self.plan.mesh(grid)  # which says that there is no other
+        return self
+
+    @property
+    def whole(self) -> Groups:
+        """The groups of all grids, which these are of."""
+        return self._whole
 
     def find(self, grid: str, name: str) -> Group | None:
         """As of all of them."""
         if grid != GRID:
             self.plan.mesh(grid)  # which says that there is none
-        return self._whole.find(self._grid, name)
+        return self._whole.find(self.grid, name)
 
     def close(self) -> NoReturn:
         """Refuse: other grids use these communicators too.
@@ -405,8 +432,8 @@ class _OfGrid(Groups):
         """
         raise TransportError(
             "the groups of all grids are closed at once",
-            where=f"rank {self.rank}, grid {self._grid}",
-            equation=f"close() of groups.of({self._grid!r})",
+            where=f"rank {self.rank}, grid {self.grid}",
+            equation=f"close() of groups.of({self.grid!r})",
             hint="close what connect() gave: whoever waits on any grid is freed with it",
         )
 
