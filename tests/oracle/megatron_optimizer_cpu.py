@@ -51,6 +51,25 @@ def replace_devices() -> None:
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: Stream()  # type: ignore[assignment,return-value]
 
 
+class Chunks:
+    """The chunks of a rank where its layers are in several, in place of the wrapper of its only one."""
+
+    def __init__(self, wrapped: list[Any]) -> None:
+        import torch
+
+        self.wrapped, self.module = wrapped, torch.nn.Module()
+        for number, one in enumerate(wrapped):
+            self.module.add_module(f"chunk{number}", one.module)
+
+
+def stored_of(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What a rank stores of its weights, chunk by chunk where it has several."""
+    chunks = dict(model.named_children())
+    if "chunk0" not in chunks:
+        return {"model": model.sharded_state_dict(metadata=metadata)}
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in chunks.items()}
+
+
 def built(case: dict[str, Any]) -> tuple[Any, Any]:
     """The model in its data-parallel wrapper, with seeded weights, and its optimizer."""
     import torch
@@ -69,30 +88,35 @@ def built(case: dict[str, Any]) -> tuple[Any, Any]:
         }
         etp = 1
     form = {"vocab": vocab, "tp": case["tp"], "pp": case.get("pp", 1), "ep": case.get("ep", 1), "etp": etp}
-    model = model_of(sizes, **form, tied=case.get("tied", False))
-    if case.get("one_dtype"):
-        model.bfloat16()  # the norms of the local spec are fp32 otherwise
+    made = model_of(sizes, **form, tied=case.get("tied", False), vpp=case.get("vpp"))
+    distributed = case.get("distributed", True)
+    every = []
+    for model in made if isinstance(made, list) else [made]:
+        if case.get("one_dtype"):
+            model.bfloat16()  # the norms of the local spec are fp32 otherwise
+        every.append(
+            DistributedDataParallel(
+                model.config,
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=distributed,
+                    overlap_grad_reduce="bucket_size" in case,
+                    bucket_size=case.get("bucket_size"),
+                    grad_reduce_in_fp32=True,
+                ),
+                model,
+            )
+        )
+    wrapped = every[0] if case.get("vpp") is None else Chunks(every)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in wrapped.module.named_parameters():
             values = seeded(name, parameter, 5) * 0.05
             parameter.copy_(values + 1 if parameter.dim() == 1 else values)
-    distributed = case.get("distributed", True)
-    wrapped = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed,
-            overlap_grad_reduce="bucket_size" in case,
-            bucket_size=case.get("bucket_size"),
-            grad_reduce_in_fp32=True,
-        ),
-        model,
-    )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=3e-3, weight_decay=0.1, clip_grad=1.0, bf16=True,
             params_dtype=torch.bfloat16, use_distributed_optimizer=distributed,
         ),
-        [wrapped],
+        every,
     )  # fmt: skip
     return wrapped, optimizer
 
@@ -276,10 +300,8 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
             save_older(case, model, optimizer)
         elif "save" in case:
             whole = {
-                "model": model.sharded_state_dict(metadata=metadata),
-                "optimizer": optimizer.sharded_state_dict(
-                    model.sharded_state_dict(metadata=metadata), metadata=metadata
-                ),
+                **stored_of(model, metadata),
+                "optimizer": optimizer.sharded_state_dict(stored_of(model, metadata), metadata=metadata),
                 **case.get("beside", {}),
             }
             dist_checkpointing.save(whole, case["save"], content_metadata=metadata)

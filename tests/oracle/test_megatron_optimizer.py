@@ -104,7 +104,9 @@ def stored(
     return found.view("<u2") if found.dtype.itemsize == 2 else found
 
 
-def check_ranks(folder: Path, name: str, ranks: int, view: Manifest, *, degrees: tuple[int, int, int]) -> int:
+def check_ranks(
+    folder: Path, name: str, ranks: int, view: Manifest, *, degrees: tuple[int, int, int], vpp: int = 1
+) -> int:
     """Compare what every rank held with its part of what a view has; returns how many shards that were."""
     tp, pp, ep = degrees
     num = 0
@@ -115,6 +117,9 @@ def check_ranks(folder: Path, name: str, ranks: int, view: Manifest, *, degrees:
                 kind, _, weight = key.partition(".")
                 at = about["ranges"][weight]
                 first = {"layers": about["pp"] * 4 // pp, "experts": about["ep"] * 4 // ep}
+                if chunk := re.match(r"chunk(\d)\.", weight):
+                    weight = weight[chunk.end() :]
+                    first["layers"] = (int(chunk[1]) * pp + about["pp"]) * 4 // pp // vpp
                 full = stored(view, kind, weight, reader, **first)
                 if at["cut"] is not None:
                     dim, stride = at["cut"]
@@ -258,6 +263,7 @@ MOE = GQA | {
 JOBS: dict[str, dict[str, Any]] = {
     "tp2, several buckets": {"kind": "gqa", "tp": 2, "bucket_size": 9000},
     "tp2 pp2, tied": {"kind": "gqa", "tp": 2, "pp": 2, "tied": True},
+    "pp2, two chunks a stage": {"kind": "gqa", "tp": 2, "pp": 2, "vpp": 2, "bucket_size": 9000},
     "ep2": {"kind": "moe", "tp": 1, "ep": 2},
     "tp2 ep2, several buckets": {"kind": "moe", "tp": 2, "ep": 2, "bucket_size": 5000},
     "ep2, whole": {"kind": "moe", "tp": 1, "ep": 2, "sharding": "fully_reshardable"},
@@ -306,7 +312,7 @@ def test_what_a_job_saves_is_read(saved: Path, name: str) -> None:
     state = states(source)
     assert state is not None and set(state.counts.values()) == {2} and len(state.counts) == len(state.weights)
     degrees = job["tp"], job.get("pp", 1), job.get("ep", 1)
-    shards = check_ranks(saved, name, 4, source.manifest, degrees=degrees)
+    shards = check_ranks(saved, name, 4, source.manifest, degrees=degrees, vpp=job.get("vpp", 1))
     assert shards > 4 * 60
     decays = {name: said["wd_mult"] for name, said in state.settings.items()}
     assert all((decay == 0.0) is ("norm" in name) for name, decay in decays.items())
