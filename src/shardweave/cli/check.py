@@ -37,7 +37,7 @@ def check(
     config: options.Config = None,
     layout: options.LayoutFile = None,
     no_digests: Annotated[
-        bool, typer.Option("--no-digests", help="Do not read the weights to compare digests.")
+        bool, typer.Option("--no-digests", help="Do not read the weights to compare digests and masters.")
     ] = False,
     cache: options.Cache = None,
     as_json: options.Json = False,
@@ -45,15 +45,21 @@ def check(
 ) -> None:
     """Prove that a checkpoint is whole and consistent.
 
-    Its files and index, its names and shapes against the model, every byte
-    accounted for, copies compared, recorded digests verified.
+    Its files and index, its names and shapes against the model, the state of
+    its optimizer, every byte accounted for, copies compared, masters that
+    round to their weights, recorded digests verified.
     Exits with 1 where something is wrong.
     """
     from shardweave.convert.check import check as look
 
     with progress("reading", quiet=as_json) as tell:
         checked = look(
-            path, config=config, layout=options.read_layout(layout), digests=not no_digests, progress=tell
+            path,
+            config=config,
+            layout=options.read_layout(layout),
+            digests=not no_digests,
+            settings=options.settings_of,
+            progress=tell,
         )
     if as_json:
         print_json(_plain(checked))

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from shardweave.convert import Account, Job, Report
 
 _RUN = "How it runs"
+_NOT_ASKED = "not asked for"
+"""As `convert.accounting` has it, which a command does not load for its help."""
 
 
 def convert(
@@ -249,13 +251,15 @@ def _print(job: Job, report: Report) -> None:
     for name, size in books.padding.items():
         row("padding", size, name)
     reasons = _by_reason(books)
-    for keys in reasons.values():
-        row("left out", sum(keys.values()), f"{plural(len(keys), 'key')}, named below")
+    for why, keys in reasons.items():
+        row("left out", sum(keys.values()), f"{plural(len(keys), 'key')}, {_told(why)}")
     row("format", books.format, "headers, indexes, alignment")
     row("total", books.total)
     print_block(shown)
     console.print()
     for why, keys in reasons.items():
+        if why == _NOT_ASKED:
+            continue  # it was said which part is wanted
         console.print(f"left out, {why}:", style="dim")
         for key in _alike(keys):
             console.print(f"  {key}", markup=False, soft_wrap=True)
@@ -270,6 +274,10 @@ def _print(job: Job, report: Report) -> None:
     if report.resumed:
         rows["resumed"] = f"{plural(report.resumed, 'extent')} of an earlier run kept"
     print_facts(rows)
+
+
+def _told(why: str) -> str:
+    return why if why == _NOT_ASKED else "named below"
 
 
 def _by_reason(books: Account) -> dict[str, dict[str, int]]:

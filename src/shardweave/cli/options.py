@@ -350,7 +350,7 @@ def prepared(
         layout=read_layout(layout),
         to_layout=read_layout(to_layout),
         keys=keys,
-        settings=_settings_of,
+        settings=settings_of,
     )
 
 
@@ -363,7 +363,8 @@ def read_layout(file: Path | None) -> Layout | None:
     return layout_file.read_layout(file)
 
 
-def _settings_of(*given: Any) -> Any:
+def settings_of(*given: Any) -> Any:
+    """What reads the settings of an optimizer off a checkpoint that a run of shardweave saved."""
     from shardweave.train.interchange import settings_of  # brings torch
 
     return settings_of(*given)

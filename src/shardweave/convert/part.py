@@ -7,6 +7,7 @@ one. Who reads it here takes the patterns from that file, and proves the part as
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ def part_of_checkpoint(
         GeometryError: The source has members that are chosen and others in one array, differently by layer.
     """
     found = chosen(source.model, patterns)
-    layout = _narrowed(source.layout, found.groups)
+    layout = narrowed_to(source.layout, found.groups)
     before, after = _held(source.layout), _held(layout)
     if state is not None:
         before |= _held(state.layout)
@@ -74,7 +75,7 @@ def _of_state(state: OptimizerState, groups: Sequence[Mapping[Tensor, Tensor]]) 
         }
         for group in groups
     ]
-    layout = _narrowed(state.layout, wanted)
+    layout = narrowed_to(state.layout, wanted)
     names = {name for group in groups for kept in group.values() for name in kept.names()}
     weights = {name: weight for name, weight in state.weights.items() if name in names}
     if not weights:
@@ -97,9 +98,21 @@ def _common(state: Tensor, kept: Tensor) -> Tensor | None:
     return replace(state, index=index) if all(len(dim) for _, dim in index) else None
 
 
-def _narrowed(layout: Layout, groups: Sequence[Mapping[Tensor, Tensor]]) -> Layout:
-    """The arrays that hold something of what is chosen; what else they hold is padding, and never read."""
-    rules = [one for rule in layout.rules for one in _rules(layout, rule, groups)]
+def narrowed_to(layout: Layout, groups: Sequence[Mapping[Tensor, Tensor]]) -> Layout:
+    """The arrays that hold something of what is wanted; what else they hold is padding, and never read.
+
+    Args:
+        layout: The whole.
+        groups: Tensors with the members that are wanted; those that one buffer has fused in one group.
+
+    Raises:
+        GeometryError: Members of several groups are in one array.
+    """
+    of: dict[Tensor, list[int]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        for tensor in group:
+            of[tensor].append(number)
+    rules = [one for rule in layout.rules for one in _rules(layout, rule, groups, of)]
     held = replace(layout, rules=tuple(rules))
     try:
         held.stored()
@@ -109,19 +122,28 @@ def _narrowed(layout: Layout, groups: Sequence[Mapping[Tensor, Tensor]]) -> Layo
 
 
 def _rules(
-    layout: Layout, rule: BufferRule, groups: Sequence[Mapping[Tensor, Tensor]]
+    layout: Layout,
+    rule: BufferRule,
+    groups: Sequence[Mapping[Tensor, Tensor]],
+    of: Mapping[Tensor, Sequence[int]],
 ) -> Iterator[BufferRule]:
-    of = [[group[part.tensor] for group in groups if part.tensor in group] for part in rule.parts]
-    alone = replace(layout, rules=(rule,))
-    try:
-        if all(len(few) <= 1 for few in of):
-            wanted = {part.tensor: few[0] for part, few in zip(rule.parts, of, strict=True) if few}
-            yield from narrowed(alone, wanted).rules
-            return
-        for group in groups:
-            yield from narrowed(alone, group).rules
-    except BufferRuleError as error:
-        raise _uneven(f"array {rule.name!r}") from error
+    numbers = {part.tensor: of.get(part.tensor, ()) for part in rule.parts}
+    wanted = [
+        {tensor: groups[few[0]][tensor] for tensor, few in numbers.items() if few}
+        if all(len(few) <= 1 for few in numbers.values())
+        else {}
+    ]
+    if not wanted[0]:
+        found = sorted({number for few in numbers.values() for number in few})
+        wanted = [{t: groups[number][t] for t in numbers if t in groups[number]} for number in found]
+    for few in wanted:
+        if few == {tensor: tensor for tensor in numbers}:
+            yield rule
+            continue
+        try:
+            yield from narrowed(replace(layout, rules=(rule,)), few).rules
+        except BufferRuleError as error:
+            raise _uneven(f"array {rule.name!r}") from error
 
 
 def _uneven(where: str) -> GeometryError:
