@@ -294,13 +294,14 @@ def plain_settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def settings_by_weight(
-    groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]], weights: Collection[str], where: str
+    groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]], weights: Mapping[str, Weight], where: str
 ) -> dict[str, Mapping[str, Any]]:
-    """The settings of each weight; each is in one group."""
+    """The settings of each weight; each is in one group, whose weights have the same states."""
     found: dict[str, Mapping[str, Any]] = {}
     listed = Counter(name for names, _ in groups for name in names)
     for names, said in groups:
         found |= dict.fromkeys(names, said)
+        _check_alike([weights[name] for name in names if name in weights], where)
     wrong = {
         "in no group": set(weights) - set(found),
         "of a group and without a state": set(found) - set(weights),
@@ -315,6 +316,18 @@ def settings_by_weight(
                 hint=f"save the whole optimizer, or {HINT}",
             )
     return found
+
+
+def _check_alike(group: Sequence[Weight], where: str) -> None:
+    for weight in group[1:]:
+        if weight.states != group[0].states:
+            one, other = (f"{', '.join(sorted(w.states))} of {w.name!r}" for w in (group[0], weight))
+            raise UnknownNameError(
+                "weights of one group of settings have the same states",
+                where=where,
+                equation=f"{one} != {other}",
+                hint=f"the state was saved in part; save it again from all ranks, or {HINT}",
+            )
 
 
 def groups_of(state: OptimizerState, names: Mapping[str, Sequence[str]], where: str) -> list[dict[str, Any]]:

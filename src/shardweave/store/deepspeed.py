@@ -132,6 +132,7 @@ def read(root: Path) -> Manifest:
     else:
         cut = partial(partitions, folder, rename=experts.rename, data_first=experts.data_first)
         flats = [cut(row, shapes) for row, shapes in zip(states, groups, strict=True)]
+    _give_empty(flats)
     tensors: dict[str, StoredTensor] = {}
     for m, flat in reversed(list(enumerate(flats))):  # of what stages share, the first one's
         suffix = models.suffix(m)
@@ -151,6 +152,15 @@ def read(root: Path) -> Manifest:
         {file.name: file.num_bytes for file in (*files, *models.layers, *experts.files)},
         _records(folder, models, states, flats, untrained, stage),
     )
+
+
+def _give_empty(flats: Sequence[Flat]) -> None:
+    """Where a rank has nothing of a weight, it has nothing of each state that other ranks have of it."""
+    dtypes = {key: dtype for flat in flats for key, dtype in flat.dtypes.items()}
+    for flat in flats:
+        empty = {name for name, shape in flat.shapes.items() if 0 in shape}
+        for key in [key for key in dtypes if key[0] in empty and key not in flat.extents]:
+            flat.extents[key], flat.dtypes[key] = [], dtypes[key]
 
 
 def _key(name: str, state: str, *, suffix: str, stage: int) -> str:
