@@ -1,15 +1,17 @@
 """Hugging Face: one rank, every tensor whole, under its own name.
 
-Four things vary. Experts are stored one by one, as files hold them, or stacked, as transformers 5
+Five things vary. Experts are stored one by one, as files hold them, or stacked, as transformers 5
 holds them in memory. A tied head is stored once, or under both its names. Layers for further tokens
 are there with their copies of the embedding and the head, as DeepSeek's files have them, without, or
-are left out, as transformers does. The weights need not be the model's only tensors, and a file with
+are left out, as transformers does. The names of a vision tower begin as transformers 4 wrote them, or as
+transformers 5 does. The weights need not be the model's only tensors, and a file with
 names beyond it is refused, not filtered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
 from shardweave.dialects.names import match
@@ -104,7 +106,19 @@ def _variants(model: Model) -> Iterator[Layout]:
         aliases = (False, True) if one.aliases else (False,)
         copies = (True, False) if one.copies else (False,)
         for experts, with_aliases, with_copies in product(stacked, aliases, copies):
-            yield layout(one, stacked_experts=experts, with_aliases=with_aliases, with_copies=with_copies)
+            found = layout(one, stacked_experts=experts, with_aliases=with_aliases, with_copies=with_copies)
+            yield found
+            if model.prefixes:
+                yield _of_old(found, model)
+
+
+def _of_old(found: Layout, model: Model) -> Layout:
+    """The same arrays under the names that files of old versions have."""
+    rules = []
+    for rule in found.rules:
+        old = next((ours for ours in model.prefixes if rule.name.startswith(ours)), "")
+        rules.append(replace(rule, name=model.prefixes.get(old, old) + rule.name.removeprefix(old)))
+    return replace(found, rules=tuple(rules))
 
 
 def _whole(name: str, tensor: Tensor, *, replica: bool = False) -> BufferRule:

@@ -34,6 +34,9 @@ _OLD_TOWER = "vision_tower.vision_model."
 """What those of the tower start with in files of transformers 4."""
 _TOWERS = "siglip_vision_model"
 
+_ELSEWHERE = {key: reason for key, reason in IGNORED.items() if reason != MATHS}
+"""Keys of every family, without those about the maths of a decoder: neither part takes them for its own."""
+
 KEYS = Keys(
     frozenset(
         {
@@ -42,7 +45,7 @@ KEYS = Keys(
         }
     ),
     {
-        **IGNORED,
+        **_ELSEWHERE,
         "ignore_index": TASK,
         "image_seq_length": "is the number of patches once more",
         "image_token_id": TOKENS,
@@ -62,7 +65,11 @@ VISION_KEYS = Keys(
             *("num_attention_heads", "num_channels", "num_hidden_layers", "patch_size", "vision_use_head"),
         }
     ),
-    {**IGNORED, "dtype": RUNTIME, "layer_norm_eps": MATHS, "torch_dtype": RUNTIME},
+    {
+        **_ELSEWHERE,
+        **dict.fromkeys(("attention_dropout", "hidden_act", "layer_norm_eps"), MATHS),
+        **dict.fromkeys(("dtype", "torch_dtype"), RUNTIME),
+    },
     {key: allowed for key, allowed in NEUTRAL.items() if key != "use_qk_norm"},
 )
 """The keys of the config of the tower. The weights of all parts have one dtype, that of the whole."""
@@ -85,10 +92,10 @@ def read(values: Mapping[str, Any]) -> Config:
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model, which says whether its head is tied also where only the whole does.
+    """The config of the language model. Its head is tied where it says so or the whole does.
 
     Raises:
-        ModelError: There is none, or the two contradict each other.
+        ModelError: There is none.
     """
     config = read(values)
     text = config.get("text_config")
@@ -98,17 +105,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"text_config={text!r:.60}",
             "write text_config as the config of a family, with its model_type and sizes",
         )
-    if config.get("tie_word_embeddings") is None:
-        return text
-    tied = config.flag("tie_word_embeddings")
-    if tied and not text.get("tie_word_embeddings", True):
-        raise config.fail(
-            "the whole and the language model say alike whether the head is tied",
-            "tie_word_embeddings(True) != text_config.tie_word_embeddings(False)",
-            "correct the one that is wrong; files of a tied head have no lm_head",
-        )
-    # An untied whole is what nobody has said otherwise: transformers goes by the language model there.
-    return {**text, "tie_word_embeddings": True} if tied else text
+    return {**text, "tie_word_embeddings": True} if config.flag("tie_word_embeddings") else text
 
 
 def vision_config(values: Mapping[str, Any]) -> Config:

@@ -38,7 +38,7 @@ from shardweave.train.layout import train_layout
 from shardweave.train.linear import column, columns, row
 from shardweave.train.maths import only, positive, wrong
 from shardweave.train.parallel import Parallel
-from shardweave.train.random import Floats, Normal, Quantile, Uniform, init, normal_quantile
+from shardweave.train.random import Normal, Quantile, Uniform, init
 from shardweave.train.recompute import again
 from shardweave.train.runtime import GRID
 from shardweave.train.sequence import SequenceLayout
@@ -388,22 +388,10 @@ def _begin(kind: str, role: str, shape: tuple[int, ...], spread: float) -> float
     if role == "positions":
         return Normal(shape[1] ** -0.5)
     if role == "patches":
-        return _Truncated(math.prod(shape[1:]) ** -0.5)
+        # Their truncated normal is cut off at 2, and not at two deviations: only the factor is left of it.
+        return Normal(math.prod(shape[1:]) ** -0.5 / 0.8796256610342398)
     edge = math.sqrt(6 / (shape[0] + shape[1]))
     return Uniform(-edge, edge)
-
-
-@dataclass(frozen=True, slots=True)
-class _Truncated:
-    """Draws of a normal distribution that is cut off at two deviations, with a deviation of ``std`` then."""
-
-    std: float
-
-    def __call__(self, unit: Floats) -> Floats:
-        below = 0.022750131948179195  # the probability of less than minus two deviations
-        value = normal_quantile(below + (1 - 2 * below) * unit)
-        value *= self.std / 0.8796256610342398  # the deviation of what is left
-        return value
 
 
 # --- computed -----------------------------------------------------------------------------------
