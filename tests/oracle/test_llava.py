@@ -80,7 +80,7 @@ def test_conversions_give_the_bits_back(name: str, tmp_path: Path) -> None:
 
 
 def test_files_of_transformers_4(tmp_path: Path) -> None:
-    """The tower lies one module deeper there, with positions that are no weights; transformers 5 reads both."""
+    """The tower lies one module deeper there, with positions that are no weights."""
     wanted = saved(CASES["qwen3"], tmp_path / "new")
     old = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in wanted.items()}
     assert old.keys() != wanted.keys()
@@ -93,12 +93,8 @@ def test_files_of_transformers_4(tmp_path: Path) -> None:
     convert(prepare(tmp_path / "old", to="hf"), tmp_path / "back", fsync=False)
     found = load_file(next((tmp_path / "back").glob("*.safetensors")))
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
-    mixed = {
-        **old,
-        "vision_tower.post_layernorm.bias": old.pop("vision_tower.vision_model.post_layernorm.bias"),
-    }
-    mixed.pop("vision_tower.vision_model.post_layernorm.bias", None)
-    save_file(mixed, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    old["vision_tower.post_layernorm.bias"] = old.pop("vision_tower.vision_model.post_layernorm.bias")
+    save_file(old, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnknownNameError, match=r"vision_tower\.post_layernorm\.bias"):
         open_checkpoint(tmp_path / "old")
 
@@ -123,7 +119,7 @@ def test_what_cuts_a_decoder_refuses_a_tower(form: tuple[str, dict[str, Any]], t
         (changed({"vision_config": ...}), "vision_config=None"),
         (changed({"dtype": ...}), "dtype=None"),
         (changed({"multimodal_projector_bias": "yes"}), "multimodal_projector_bias='yes'"),
-        (changed({"tie_word_embeddings": True}, {}, {"tie_word_embeddings": False}), "(True) != text_config"),
+        (changed({"tie_word_embeddings": "yes"}), "tie_word_embeddings='yes'"),
         (changed({}, {}, {"a_gate": 1}), "a_gate=1"),
         (changed({}, {}, {"model_type": "nothing"}), "model_type='nothing'"),
         (changed({}, {}, {"hidden_size": None}), "hidden_size=None"),
