@@ -156,7 +156,7 @@ def test_replicas_of_other_bits_are_refused(tmp_path: Path) -> None:
     """0.0 beside -0.0 is a drift of one bit, and taken there; so is the other of two words of no number."""
     src = norms(tmp_path / "zero", NORM, NORM + 0.0)
     assert theirs(src, tmp_path / "theirs").keys() >= {"ln/fp32"}
-    refused(src, tmp_path / "a", ReplicaError, r"tensor 'ln' at \(2,\): 0x80000000 .* != 0x00000000")
+    refused(src, tmp_path / "a", ReplicaError, r"'ln' at \(2,\).* 0x80000000 .* != 0x00000000")
     drifted = NORM.clone()
     drifted[3] = torch.nextafter(drifted[3], torch.tensor(9.0))
     refused(norms(tmp_path / "drift", NORM, drifted), tmp_path / "b", ReplicaError, r"'ln' at \(3,\)")

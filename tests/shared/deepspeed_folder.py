@@ -133,6 +133,7 @@ def save(
                 if begin < end:
                     found[name] = fragment_address(numel=end - begin, start=begin - low)
                 at += value.numel()
+            real = min(max(numel - low, 0), share)
             mine = {state: flat[low : low + share].clone() for state, flat in flats.items()}
             step = {} if "momentum_buffer" in states else {"step": torch.tensor(7.0)}
             optimizer = {
@@ -144,9 +145,9 @@ def save(
                     "state": {0: step | {state: mine[state] for state in states}},
                     "param_groups": [{**SETTINGS, **(settings or {}), "params": [0]}],
                 },
-                "single_partition_of_fp32_groups": [mine["fp32"]],
+                "single_partition_of_fp32_groups": [mine["fp32"][:real].clone()],
                 "zero_stage": ZeroStageEnum.optimizer_states,
-                "group_paddings": [share * dp - numel if d == dp - 1 else 0],
+                "group_paddings": [share - real],
                 "param_alignment_paddings": [[0] * len(shapes)],
                 "partition_count": [dp],
                 "ds_version": "0.19.8",
