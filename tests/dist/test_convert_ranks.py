@@ -393,16 +393,12 @@ def test_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
     assert files(tmp_path / "dst") == expected
 
 
-@pytest.mark.timeout(120)
-def test_processes_that_somebody_else_starts(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Process 0 serves the store, and one error is printed once."""
+def started(environment: dict[str, str], *words: str) -> tuple[list[int], list[str], list[str]]:
+    """Codes, output and errors of two processes, of which process 0 serves the store."""
     port = free_port()
-    (tmp_path / "dst").mkdir()
-    (tmp_path / "dst" / "mine").touch()
-    begin = time.monotonic()
     processes = [
         subprocess.Popen(
-            [sys.executable, *command(str(tmp_path / "dst"), "--to", "hf", "--timeout", "60")],
+            [sys.executable, *command(*words)],
             env={**environment, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(port)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -410,11 +406,33 @@ def test_processes_that_somebody_else_starts(tmp_path: Path, environment: dict[s
         for rank in (0, 1)
     ]  # fmt: skip
     told = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], told
-    assert [out for out, _ in told] == ["", ""]
-    errors = [error for _, error in told if "error:" in error]
+    return [process.returncode for process in processes], [one[0] for one in told], [one[1] for one in told]
+
+
+@pytest.mark.timeout(120)
+def test_processes_that_somebody_else_starts(tmp_path: Path, environment: dict[str, str]) -> None:
+    """One error is printed once."""
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "mine").touch()
+    begin = time.monotonic()
+    codes, out, errors = started(environment, str(tmp_path / "dst"), "--to", "hf", "--timeout", "60")
+    assert (codes, out) == ([2, 2], ["", ""])
+    errors = [error for error in errors if "error:" in error]
     assert len(errors) == 1 and "a target is empty: rank 0, " in errors[0] and "Traceback" not in errors[0]
     assert time.monotonic() - begin < 60
+
+
+@pytest.mark.timeout(120)
+def test_a_target_at_a_url(tmp_path: Path, environment: dict[str, str]) -> None:
+    """The files go by way of a folder that all processes see, and one of them copies."""
+    words = [f"file://{tmp_path}/dst", "--to", "hf"]
+    codes, out, errors = started(environment, *words)
+    assert codes == [2, 2] and "give --cache FOLDER" in "".join(errors) and not (tmp_path / "dst").exists()
+    codes, out, errors = started(environment, *words, "--cache", str(tmp_path / "cache"))
+    assert codes == [0, 0], errors
+    assert f"file://{tmp_path}/dst (hf)" in out[0] and out[1] == ""
+    assert files(tmp_path / "dst") == alone(GQA, tmp_path / "one", to="hf", config=CONFIG)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_one_process_does_not_import_torch(tmp_path: Path, environment: dict[str, str]) -> None:
