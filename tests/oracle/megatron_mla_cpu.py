@@ -181,6 +181,10 @@ def play(case: dict[str, Any], out: Path, rank: int) -> None:
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
         "ep": parallel_state.get_expert_model_parallel_rank(),
         "sharded": records(sharded()),
+        "parameters": [
+            [name, list(value.shape), bool(getattr(value, "shared_embedding", False))]
+            for name, value in model.named_parameters()
+        ],
     }
     state = dist_checkpointing.load(sharded(), case["checkpoint"], strict="raise_all")
     result = model.load_state_dict(state, strict=False)

@@ -1,8 +1,9 @@
 """megatron-core's optimizers on CPU processes: steps, checkpoints, and what each rank holds of the state.
 
 Run as a script, once a rank, by ``rank_processes.run`` with ``megatron_adam`` preloaded. A case builds a
-model of ``megatron_cpu.MODELS`` with bf16 weights, loads ``checkpoint`` where there is one, makes ``pushed``
-steps with made gradients or trains ``steps``, saves to ``save`` where that is given, and trains ``more``.
+model of ``megatron_cpu.MODELS`` or of a DeepSeek ``config``, with bf16 weights, loads ``checkpoint`` where
+there is one, makes ``pushed`` steps with made gradients or trains ``steps``, saves to ``save`` where that is
+given, and trains ``more``.
 Every rank writes ``OUT/<name>.<rank>.safetensors``, its weights and flat shards of master and moments before
 the last of these, and ``OUT/<name>.<rank>.json``: losses, and of which stretch of its weight a shard is.
 """
@@ -76,19 +77,7 @@ def built(case: dict[str, Any]) -> tuple[Any, Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    still = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
-    unfused = dict.fromkeys(("masked_softmax_fusion", "bias_dropout_fusion"), False)
-    sizes = {**MODELS[case["kind"]], "params_dtype": torch.bfloat16, "bf16": True, **still, **unfused}
-    vocab, etp = sizes.pop("vocab"), None
-    if case["kind"] == "moe":
-        sizes |= {
-            "moe_ffn_hidden_size": sizes["ffn_hidden_size"],
-            "moe_token_dispatcher_type": "allgather",
-            "moe_router_load_balancing_type": "none",
-        }
-        etp = 1
-    form = {"vocab": vocab, "tp": case["tp"], "pp": case.get("pp", 1), "ep": case.get("ep", 1), "etp": etp}
-    made = model_of(sizes, **form, tied=case.get("tied", False), vpp=case.get("vpp"))
+    made = latent_model(case) if "config" in case else plain_model(case)
     distributed = case.get("distributed", True)
     every = []
     for model in made if isinstance(made, list) else [made]:
@@ -119,6 +108,37 @@ def built(case: dict[str, Any]) -> tuple[Any, Any]:
         every,
     )  # fmt: skip
     return wrapped, optimizer
+
+
+def latent_model(case: dict[str, Any]) -> Any:
+    """A model with latent attention; its buffers are 0."""
+    import torch
+    from megatron_mla_cpu import build
+
+    model = build(case["config"], tp=case["tp"], pp=case.get("pp", 1), ep=case.get("ep", 1))
+    with torch.no_grad():
+        for value in model.buffers():
+            value.zero_()
+    return model
+
+
+def plain_model(case: dict[str, Any]) -> Any:
+    """A model of ``megatron_cpu.MODELS``, its chunks where it has several."""
+    import torch
+
+    still = dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
+    unfused = dict.fromkeys(("masked_softmax_fusion", "bias_dropout_fusion"), False)
+    sizes = {**MODELS[case["kind"]], "params_dtype": torch.bfloat16, "bf16": True, **still, **unfused}
+    vocab, etp = sizes.pop("vocab"), None
+    if case["kind"] == "moe":
+        sizes |= {
+            "moe_ffn_hidden_size": sizes["ffn_hidden_size"],
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
+        }
+        etp = 1
+    form = {"vocab": vocab, "tp": case["tp"], "pp": case.get("pp", 1), "ep": case.get("ep", 1), "etp": etp}
+    return model_of(sizes, **form, tied=case.get("tied", False), vpp=case.get("vpp"))
 
 
 def is_cut(name: str, parameter: Any) -> bool:

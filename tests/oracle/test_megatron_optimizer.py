@@ -281,6 +281,26 @@ JOBS: dict[str, dict[str, Any]] = {
     "tp2, one dtype, not distributed": {"kind": "gqa", "tp": 2, "one_dtype": True, "distributed": False},
 }  # fmt: skip
 
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 72,
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6,
+    "intermediate_size": 44, "moe_intermediate_size": 14, "n_routed_experts": 10, "n_shared_experts": 3,
+    "num_experts_per_tok": 4, "n_group": 5, "topk_group": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "q_lora_rank": 22, "kv_lora_rank": 18,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_nextn_predict_layers": 2,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    "max_position_embeddings": 32, "attention_bias": False,
+}  # fmt: skip
+FURTHER: dict[str, dict[str, Any]] = {
+    "further tokens, tp2 pp2": {"tp": 2, "pp": 2, "bucket_size": 9000},
+    "further tokens, ep2": {"tp": 1, "ep": 2},
+}
+"""Jobs with latent attention and layers for further tokens, which the last stage has.
+
+megatron-core 0.16.1 cannot save a bucket before a shared embedding whose last parameter is no multiple of 64:
+the padding that it stores there is longer than the bucket.
+"""
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -294,7 +314,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "pushed": 2,
             "save": str(folder / name),
         }
-        for name, job in JOBS.items()
+        for name, job in {
+            **JOBS,
+            **{name: {**job, "config": LATENT, "one_dtype": True} for name, job in FURTHER.items()},
+        }.items()
     ]
     run(SCRIPT, cases, folder, world_size=4, limit_s=240, preload="megatron_adam")
     return folder
@@ -316,6 +339,42 @@ def test_what_a_job_saves_is_read(saved: Path, name: str) -> None:
     assert shards > 4 * 60
     decays = {name: said["wd_mult"] for name, said in state.settings.items()}
     assert all((decay == 0.0) is ("norm" in name) for name, decay in decays.items())
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_a_job_with_layers_for_further_tokens_saves_is_read(saved: Path, name: str) -> None:
+    """Its keys are per layer; the bias of a router is a buffer and has no state."""
+    tp, pp, ep = (FURTHER[name].get(axis, 1) for axis in ("tp", "pp", "ep"))
+    source = open_checkpoint(saved / name, config=LATENT)
+    state = states(source)
+    assert state is not None and set(state.counts.values()) == {2}
+    untrained = source.manifest.records["untrained"]
+    assert untrained and all(key.endswith("mlp.router.expert_bias") for key in untrained)
+    seen = set()
+    with Reader(source.manifest) as reader:
+        for rank in range(4):
+            about = report(saved, name, rank)
+            for key, value in on_rank(saved, name, rank).items():
+                kind, _, weight = key.partition(".")
+                at, place = about["ranges"][weight], ()
+                if match := re.match(r"decoder\.layers\.(\d+)", weight):
+                    layer = int(match[1]) + about["pp"] * 4 // pp
+                    weight = f"decoder.layers.{layer}{weight[match.end() :]}"
+                if match := re.search(r"\.local_experts\.(\d+)\.", weight):
+                    place = (int(match[1]) + about["ep"] * 10 // ep,)
+                    weight = weight.replace(match[0], ".experts.")
+                full = reader.load(weight if kind == "weight" else f"optim/{weight}/{kind}")[place]
+                full = full.view("<u2") if full.itemsize == 2 else full
+                if at["cut"] is not None:
+                    dim, stride = at["cut"]
+                    cuts = [np.split(part, tp, dim)[about["tp"]] for part in np.split(full, stride, dim)]
+                    full = np.concatenate(cuts, dim)
+                if kind != "weight":
+                    full = full.reshape(-1)[at["start"] : at["stop"]]
+                assert full.tobytes() == value.tobytes(), (rank, key)
+                seen.add(weight)
+    assert {"mtp.layers.0.enorm.weight", "mtp.layers.1.eh_proj.weight"} < seen
+    assert seen == source.manifest.records["optimizer"].count.keys()
 
 
 def test_shifted_states_of_megatron_are_refused(saved: Path) -> None:

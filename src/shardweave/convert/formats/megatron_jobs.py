@@ -157,7 +157,7 @@ def jobs(
         if dense % (tp * here) or remat not in (None, here):
             continue
         pp = dense // tp // here
-        for ep, etp, more in _spread(spread, pp, tp, here, shares=shares):
+        for ep, etp, more in _spread(spread, pp, tp, here, shares=shares, has_experts=has_experts):
             degrees = {"tp": tp, "pp": pp, "ep": ep, "etp": etp}
             if any(degrees[name] != value for name, value in said.items()):
                 continue
@@ -219,10 +219,14 @@ def _chunks(stored: Sequence[Bucket]) -> int:
     return max(kinds.values(), default=1)
 
 
-def _spread(groups: int, pp: int, tp: int, remat: int, *, shares: bool) -> Iterator[tuple[int, int, int]]:
+def _spread(
+    groups: int, pp: int, tp: int, remat: int, *, shares: bool, has_experts: bool
+) -> Iterator[tuple[int, int, int]]:
     """The expert degrees that make so many groups of ranks: ep, etp, and how many share matrices."""
     if not groups:
-        yield 1, tp, remat  # experts that are not spread are among the dense weights
+        # Experts that are not spread are among the dense weights. They may be whole where those are cut.
+        for etp in _divisors(tp) if has_experts and not shares else (tp,):
+            yield 1, etp, remat
         return
     for ep, more in itertools.product(_divisors(groups), _divisors(groups) if shares else (1,)):
         if groups % (ep * more * pp):

@@ -5,7 +5,8 @@ the order in which modules are made, stated here once. Whoever uses it proves it
 buckets, borders of their chunks, and masters that round to the weights.
 
 Source: megatron-core 0.16.1, ``transformer/{transformer_layer,attention,multi_latent_attention,mlp}.py``,
-``transformer/moe/{moe_layer,experts}.py``, ``models/gpt/gpt_model.py``; checked against its models.
+``transformer/{moe/{moe_layer,experts},multi_token_prediction}.py``, ``models/gpt/gpt_model.py``,
+``models/common/language_module/language_module.py``; checked against its models.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardweave.dialects.megatron.checkpoint import _halved, _rule
+from shardweave.dialects.megatron.mla import MTP_LAYERS
 from shardweave.dialects.megatron.ranks import Stages, layers_of, stages
 from shardweave.dialects.megatron.weight import Segments, Weight, halves, rows
 from shardweave.dialects.megatron.weights import weights
@@ -78,7 +80,11 @@ _ORDER = (
 )  # fmt: skip
 """The modules of a layer, in the order in which they are made."""
 _WITHIN = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
-_EDGES = ("embedding.", "decoder.layers.", "decoder.final", "output_layer.")
+_EDGES = ("embedding.", "decoder.layers.", "decoder.final", "mtp.layers.", "output_layer.")
+_FURTHER = ("enorm.", "hnorm.", "eh_proj.", *(f"{name}." for name in MTP_LAYERS), "final_layernorm.")
+"""What a layer for a further token has, a layer among it under one of its two names."""
+_BUFFERS = ("mlp.router.expert_bias",)
+"""What modules hold that is no parameter, and has no state."""
 
 
 def parameters(
@@ -112,15 +118,25 @@ def parameters(
     chunks = layers_of(pipeline or stages(model.num_layers, pp))
     live = list(weights(model, spec=spec, stored=False, padded_vocab=padded_vocab))
     kept = list(weights(model, spec=spec, stored=True, padded_vocab=padded_vocab))
-    if any(weight.further or isinstance(weight.cut, Segments) for weight in live) or len(live) != len(kept):
+    behind = range(model.num_layers, 1 + max((n for one in live for _, n in one.layers), default=0))
+    if any(isinstance(weight.cut, Segments) for weight in live) or len(live) != len(kept):
         raise GeometryError(
             "the order of the parameters of a rank is described",
             where=f"model of {model.family}",
-            equation="it has layers for further tokens, or weights that are stored by segments",
+            equation="it has weights that are stored by segments",
+            hint="save the optimizer with --dist-ckpt-optim-fully-reshardable; weights can be read alone",
+        )
+    if len(behind) and model.tied and pp > 1:
+        raise GeometryError(
+            "the parameters of the last stage are described",
+            where=f"model of {model.family}, {pp} stages",
+            equation="its output is its embedding, of which layers for further tokens have a copy too",
             hint="save the optimizer with --dist-ckpt-optim-fully-reshardable; weights can be read alone",
         )
     found: list[list[Parameter]] = [[] for _ in chunks]
     for weight, stored in zip(live, kept, strict=True):
+        if weight.path.endswith(_BUFFERS):
+            continue
         axis = "etp" if weight.expert else "tp"
         cut = tuple(_cut(weight, mesh.axis_size(axis), at[axis]))
         arrays = _arrays(model, stored, layer_keys)
@@ -134,6 +150,8 @@ def parameters(
             continue
         for v, chunk in enumerate(chunks):
             here = chunk[at["pp"]]
+            if weight.further:
+                here = behind if (v, at["pp"]) == (len(chunks) - 1, pp - 1) else range(0)
             for layer in (n for n in here if n in layers):
                 begin = f"{weight.module}.layers.{layer - here.start}."
                 places = (layers.index(layer),)
@@ -157,10 +175,16 @@ def place_of(parameter: Parameter) -> tuple[int, ...]:
         GeometryError: It is of a module whose place is not described.
     """
     edge = next((n for n, begin in enumerate(_EDGES) if parameter.name.startswith(begin)), None)
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", parameter.name)
+    match = re.fullmatch(r"(?:decoder|mtp)\.layers\.(\d+)\.(.+)", parameter.name)
     if edge is not None and not match:
         return (edge,)
     path = match[2] if match else ""
+    within = next((n for n, begin in enumerate(_FURTHER) if path.startswith(begin)), None)
+    if parameter.name.startswith("mtp.") and match and within is not None:
+        if _FURTHER[within].rstrip(".") not in MTP_LAYERS:
+            return edge or 0, int(match[1]), within
+        layer = replace(parameter, name=f"decoder.layers.0.{path.partition('.')[2]}")
+        return edge or 0, int(match[1]), within, *place_of(layer)[2:]
     module = next((n for n, begin in enumerate(_ORDER) if path.startswith(begin)), None)
     last = re.sub(r"\d+$", "", path.rpartition(".")[2])
     if match is None or edge is None or module is None or last not in _WITHIN:
@@ -193,11 +217,13 @@ def _edges(
 ) -> Iterator[tuple[int, str, bool, bool]]:
     """Chunks of a stage that have a weight outside the layers: its name, is it shared, and is it a copy."""
     embedding = weight.path.startswith("embedding.")
-    shared = embedding and model.tied and pp > 1
+    further = model.decoder is not model
+    shared = embedding and (model.tied or further) and pp > 1
     if stage == (0 if embedding else pp - 1):
         yield 0 if embedding else chunks - 1, weight.path, shared, False
     if shared and stage == pp - 1:
-        yield chunks - 1, "output_layer.weight", True, True
+        # Layers for further tokens read their embeddings.
+        yield chunks - 1, weight.path if further else "output_layer.weight", True, True
 
 
 _Cut = tuple[tuple[int, int, int], ...]
