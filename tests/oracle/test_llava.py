@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied by the whole": changed({"tie_word_embeddings": True}),
     "tied by the language model": changed({}, {}, {"tie_word_embeddings": True}),
     "qwen2": changed({}, {}, {"model_type": "qwen2", "head_dim": ..., "hidden_size": 24}),
+    "llama": changed({}, {}, {"model_type": "llama", "head_dim": 6, "attention_bias": True}),
     "two layers": changed({"vision_feature_layer": [-2, 1]}),
     "no biases in the projector": changed({"multimodal_projector_bias": False}),
     "one channel": changed({}, {"num_channels": 1}),
