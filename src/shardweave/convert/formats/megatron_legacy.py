@@ -65,6 +65,13 @@ def whole(manifest: Manifest, config: Mapping[str, Any] | None) -> Manifest:
         for one in itertools.chain(*chunks)
     ]
     weights = megatron_buckets.assembled(manifest, blocks, shapes=shapes)
+    if missing := sorted(shapes.keys() - weights.keys()):
+        raise FormatError(
+            "all that a model has is a parameter of some rank",
+            where=where,
+            equation=f"{some(map(repr, missing), limit=2)} of {len(shapes)} are buffers of their modules",
+            hint="load it in the version that saved it, and save it as torch_dist",
+        )
     view = replace(
         manifest,
         tensors=weights,
