@@ -48,7 +48,7 @@ def entries() -> Iterator[tuple[str, list[str]]]:
                 yield f"{entry.get('name', key)}: {entry['about']}, {part}", [part]
 
 
-@pytest.mark.parametrize(("what", "parts"), entries(), ids=[what for what, _ in entries()])
+@pytest.mark.parametrize(("what", "parts"), list(entries()), ids=[what for what, _ in entries()])
 def test_it_has_a_test(what: str, parts: list[str]) -> None:
     assert named(*parts), f"no test is named after {what}"
 
