@@ -178,6 +178,10 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.guards = guards
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the first operator imports all of torch's compiler, a second on each rank
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -84,8 +84,8 @@ NO_LAYER_MATRIX = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether an array has two dims or more: no norm and no bias."""
-    return len(shape) > 1
+    """Whether an array has two dims or more: no norm and no bias, also not those of experts in a stack."""
+    return len(shape) > 1 and not name.endswith(".bias")
 
 
 def decayed(settings: AdamW, *, where: Callable[[str, tuple[int, ...]], bool] = is_matrix) -> Settings:
