@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,6 +166,8 @@ def _fill(job: Job, dst: Path, how: How, company: Company, identity: Mapping[str
             shutil.rmtree(part.aside)
         parts = tasks_of(manifest, company.size)
         mine = parts[company.rank]
+        sidecar = how.digests and not job.target.own_digests
+        on_the_way: dict[str, str] = {}
         kept = execute(
             job.plan,
             job.source.manifest,
@@ -176,6 +178,7 @@ def _fill(job: Job, dst: Path, how: How, company: Company, identity: Mapping[str
             crc=job.target.crc,
             progress=tell,
             mine=mine if company.size > 1 else None,
+            digests=on_the_way if sidecar and company.size == 1 else None,
         )
         if company.leads:
             _write_constants(job, manifest, journal, tell)
@@ -195,8 +198,9 @@ def _fill(job: Job, dst: Path, how: How, company: Company, identity: Mapping[str
                 if rank != company.rank:
                     journal.take_in(Part(dst, rank).journal)
             check_borders(manifest, parts, company.rank, journal.done)
-        sidecar = how.digests and not job.target.own_digests
-        again = _digests_of_cut(manifest, company, how.workers) if sidecar else {}
+        again = on_the_way
+        if sidecar:
+            again = {**on_the_way, **_digests_of_cut(manifest, company, how.workers, known=on_the_way)}
         if sidecar and not company.leads:
             write_text(part.digests, json.dumps(again), fsync=False)
     company.meet(meanwhile=show)
@@ -304,9 +308,15 @@ def _write_constants(job: Job, manifest: Manifest, journal: Journal, tell: Calla
         tell(len(data))
 
 
-def _digests_of_cut(manifest: Manifest, company: Company, workers: int) -> dict[str, str]:
-    """The digests of this part of the arrays that are cut; those of others are taken on the way."""
-    cut = {key: tensor for key, tensor in manifest.tensors.items() if len(tensor.extents) != 1}
+def _digests_of_cut(
+    manifest: Manifest, company: Company, workers: int, *, known: Collection[str]
+) -> dict[str, str]:
+    """The digests of this part of the arrays that are cut and not known; others are taken on the way."""
+    cut = {
+        key: tensor
+        for key, tensor in manifest.tensors.items()
+        if len(tensor.extents) != 1 and key not in known
+    }
     mine = tensors_of(cut, company.size)[company.rank]
     return digest.compute(manifest, keys=mine, workers=workers)
 

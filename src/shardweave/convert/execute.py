@@ -7,10 +7,11 @@ place in the slab, writes the slab, and takes the checksums of the bytes while t
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -54,19 +55,24 @@ class Task:
 
 
 def tasks(plan: Plan, target: Manifest, mine: Container[tuple[str, int]] | None = None) -> Iterator[Task]:
-    """Every extent of the target; one buffer rule's copies at a time.
+    """Every extent of the target; one buffer rule's copies at a time, large arrays that are cut first.
 
     Args:
         plan: From the source's arrays to the target's.
         target: Where extents lie.
         mine: The key and the first number of the tasks that are wanted; all by default.
     """
-    for number, rule in enumerate(plan.dst.rules):
+    stored = [replace(plan.dst, rules=(rule,)).stored() for rule in plan.dst.rules]
+    cut = [
+        max((t.num_bytes for t in map(target.tensors.__getitem__, keys) if len(t.extents) > 1), default=0)
+        for keys in stored
+    ]
+    for number in sorted(range(len(stored)), key=lambda number: -cut[number]):
         by_key: dict[str, list[Copy]] = defaultdict(list)
         for copy in plan.copies(family for family in plan.families if family.dst_rule == number):
             copy = by_stored_keys(plan, copy)
             by_key[copy.dst_name].append(copy)
-        for key, (buffer, _) in replace(plan.dst, rules=(rule,)).stored().items():
+        for key, (buffer, _) in stored[number].items():
             padded = any(None in {run.label for run in dim.runs} for dim in buffer.dims)
             tensor, copies = target.tensors[key], by_key[key]
             boxes = Boxes(
@@ -112,6 +118,7 @@ def execute(
     crc: bool,
     progress: Progress,
     mine: Container[tuple[str, int]] | None = None,
+    digests: dict[str, str] | None = None,
 ) -> int:
     """Fill every extent of the target that is not filled yet.
 
@@ -125,6 +132,8 @@ def execute(
         crc: Whether the target's format needs CRC-32 beside the digests.
         progress: Told of bytes written or found written, by one thread at a time.
         mine: As of ``tasks``.
+        digests: Takes the digests of arrays that are cut, of those which one thread fills from their first
+            element to their last; of the others they would cost another reading.
 
     Returns:
         How many extents an earlier run had filled.
@@ -134,6 +143,8 @@ def execute(
     """
     # Each worker has a slab, and a buffer of at most the same size inside the reader.
     slab_bytes = max(1 << 16, min(_SLAB_BYTES, memory_bytes // (2 * workers)))
+    # What is larger than a thread's share of all is filled by several, or one would keep the others waiting.
+    large = sum(tensor.num_bytes for tensor in target.tensors.values()) // workers
     local, telling, stop = threading.local(), threading.Lock(), threading.Event()
     states: list[_Worker] = []
 
@@ -143,26 +154,32 @@ def execute(
         if stop.is_set():
             raise CancelledError
 
-    def run(task: Task) -> int:
+    def run(chain: Sequence[Task]) -> int:
         if not hasattr(local, "worker"):
             local.worker = _Worker(source, target, slab_bytes, crc, tell)
             states.append(local.worker)
         worker: _Worker = local.worker
-        key = task.tensor.key
-        missing = [n for n in task.numbers if not worker.holds(task, n, journal.done.get((key, n)))]
-        for number, facts in worker.write(task, missing):
-            journal.add(key, number, facts)
-        return len(task.numbers) - len(missing)
+        key, held = chain[0].tensor.key, 0
+        again = any((key, number) in journal.done for task in chain for number in task.numbers)
+        whole = xxhash.xxh3_128() if digests is not None and len(chain) > 1 and not again else None
+        for task in chain:
+            missing = [n for n in task.numbers if not worker.holds(task, n, journal.done.get((key, n)))]
+            for number, facts in worker.write(task, missing, whole):
+                journal.add(key, number, facts)
+            held += len(task.numbers) - len(missing)
+        if digests is not None and whole is not None:
+            digests[key] = whole.hexdigest()
+        return held
 
-    todo, kept = tasks(plan, target, mine), 0
+    todo, kept = _chains(tasks(plan, target, mine), large if digests is not None else 0), 0
     try:
         with ThreadPoolExecutor(max_workers=workers) as pool:
-            running = {pool.submit(run, task) for task in islice(todo, 2 * workers)}
+            running = {pool.submit(run, chain) for chain in islice(todo, 2 * workers)}
             try:
                 while running:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     kept += sum(future.result() for future in done)
-                    running |= {pool.submit(run, task) for task in islice(todo, len(done))}
+                    running |= {pool.submit(run, chain) for chain in islice(todo, len(done))}
             except BaseException:
                 stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -171,6 +188,31 @@ def execute(
         for state in states:
             state.close()
     return kept
+
+
+def _chains(todo: Iterable[Task], large: int) -> Iterator[Sequence[Task]]:
+    """Tasks, those of an array together where they fill it from its first element to its last."""
+    for _, of_one in groupby(todo, key=lambda task: task.tensor.key):
+        found = list(of_one)
+        tensor, stretches = found[0].tensor, [_stretch(task) for task in found]
+        order = sorted(range(len(found)), key=lambda i: stretches[i].start)
+        ends = [0, *(stretches[i].stop for i in order)]
+        in_turn = all(stretches[i].start == end for i, end in zip(order, ends, strict=False))
+        if tensor.num_bytes <= large and in_turn and ends[-1] == math.prod(tensor.shape):
+            yield [found[i] for i in order]
+        else:
+            yield from ([task] for task in found)
+
+
+def _stretch(task: Task) -> range:
+    """Which elements a task fills, row-major; empty and before all others where they are not one stretch."""
+    shape, extent = task.tensor.shape, task.tensor.extents[task.numbers[0]]
+    cut = next((d for d, n in enumerate(extent.shape) if n != 1), len(shape))
+    if len(task.numbers) != 1 or extent.shape[cut + 1 :] != shape[cut + 1 :]:
+        return range(-1, -1)
+    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    start = sum(o * n for o, n in zip(extent.offset, inner, strict=True))
+    return range(start, start + extent.numel)
 
 
 class _Worker:
@@ -205,8 +247,13 @@ class _Worker:
             return True
         return False
 
-    def write(self, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Fill extents in step, so that they share what is read; gives the checksums of each."""
+    def write(
+        self, task: Task, numbers: Sequence[int], whole: xxhash.xxh3_128 | None
+    ) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Fill extents in step, so that they share what is read; gives the checksums of each.
+
+        What is written goes into ``whole`` as well.
+        """
         if not numbers:
             return
         item = itemsize(task.tensor.dtype)
@@ -226,6 +273,8 @@ class _Worker:
                         piece = data[first : first + _WRITE_BYTES]
                         self._write(extents[i], at[i], piece)
                         checksums[i].update(piece)
+                        if whole is not None:
+                            whole.update(piece)
                         at[i] += len(piece)
                     self.tell(len(data))
         for number, sums in zip(numbers, checksums, strict=True):
