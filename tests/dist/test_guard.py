@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
 import workers
 from torch.distributed import FileStore
 
@@ -59,7 +60,7 @@ def of_torch(group: Any) -> dict[str, Callable[[], Any]]:
         "batch_isend_irecv": lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, one(), after, group)]),
         "all_gather_object": lambda: dist.all_gather_object(said, rank, group=group),
         "broadcast_object_list": lambda: dist.broadcast_object_list([rank], src=0, group=group),
-        "nn.all_reduce": lambda: dist.nn.functional.all_reduce(one(), group=group or dist.group.WORLD),
+        "nn.all_reduce": lambda: differentiable.all_reduce(one(), group=group or dist.group.WORLD),
     }
 
 
