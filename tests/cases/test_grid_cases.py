@@ -15,13 +15,14 @@ too that the groups of a grid are those of its own ranks: all of it runs under `
 | Megatron #6888 | replica numbers of a tied embedding | 0 to n - 1 | | `..._6888_...` |
 | Bridge #5862, #6102, Megatron #6775 | two writers, or none | one | | `..._5862_...`, b105 of shares |
 | Bridge #4985 | other groups under one number | 4 and 6 | 5 | `..._4985_...` |
-| Bridge #5555 | scales of two modules | 4.0, 200.0 | 1.0, 800.0 | beside the step of both modules |
+| Bridge #5555 | scales of two modules | 4.0, 200.0 | 1.0, 800.0 | not here: it takes both modules |
 | Megatron #5285, `random.py` | seeds by the rank of another grid | alike in dp | not | `..._5285_...` |
 | Megatron #4967, #6293 | `hasattr` of what is not set | an error | None | `..._4967_...` |
 | Megatron #6293 | a count in the place of a group | refused | | `..._6293_...` |
 | Megatron #7227, #7228 | a tied weight counted twice | 28.284 | 40 | `..._7227_...` |
 | Megatron #6660 | sums over a group of one rank | times 1 | times 2**N | `..._6660_...` |
 | pytorch #67600, #67639 | a rank outside a group goes on | refused | | `..._67600_...` |
+| Megatron #6307 | groups of the wrong grid, and nothing raises | as one process | | `..._6307_...` |
 | (none) | bridges that do not divide | intervals | ValueError | `test_bridges_...` |
 """
 
@@ -31,6 +32,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,7 +48,7 @@ import grid_ends
 import train_matrix
 import worlds
 from train_cells import Cell
-from train_ranks import CONFIG, assembled, full_weights
+from train_ranks import CONFIG, assembled, full_weights, parallel_of
 
 from shardweave.errors import GeometryError, ShardweaveError, UnknownNameError
 from shardweave.layout import BufferRule, Layout, Mesh, Part, Tensor, along, even, replicated, whole
@@ -578,6 +580,52 @@ def test_bridges_of_batches_of_three_ranks_on_two(
         came = found.setdefault(copy.dst_rank - offset, {})
         came[copy.src_rank] = came.get(copy.src_rank, 0) + len(copy.elements.dims[0])
     assert found == wanted
+
+
+TWO = {
+    "policy": (Cell("thd", 2, 1, 2, 1, 2, 1, 1, True, "prompt", "ragged", "ring"), 0),
+    "reference": (Cell("bshd", 1, 3, 2, 1, 2, 1, 1, False, "prompt", "ragged", "gather"), 2),
+}
+"""Four ranks from 0, six from 2: two of them are on both."""
+
+
+@pytest.mark.timeout(240)
+def test_megatron_6307_two_models_on_grids_that_overlap_in_part_equal_one_process() -> None:
+    """Losses, gradients and two updates of each, where nothing may use a group of the other or of all."""
+    true = {name: train_matrix.truth(cell) for name, (cell, _) in TWO.items()}
+    degrees = {name: replace(parallel_of(cell), offset=offset) for name, (cell, offset) in TWO.items()}
+    plan = plan_groups(
+        {name: each.mesh for name, each in degrees.items()},
+        {name: each.groups for name, each in degrees.items()},
+    )
+
+    def work(groups: Groups) -> dict[str, Any]:
+        told = {}
+        for name, (cell, _) in TWO.items():
+            if not groups.member(name):
+                continue
+            with guard(groups.of(name)):
+                config = train_matrix.config_of(cell)
+                runtime = build(
+                    config,
+                    parallel=degrees[name],
+                    groups=groups.of(name),
+                    dtype="float64",
+                    seed=None,
+                    cp_method=cell.method,
+                )
+                told[name] = train_matrix.played(runtime, cell)
+        return told
+
+    found = run_world(work, plan=plan, timeout_s=200)
+    assert [sorted(told) for told in found] == [["policy"]] * 2 + [["policy", "reference"]] * 2 + [
+        ["reference"]
+    ] * 4
+    for name, (cell, _) in TWO.items():
+        told = {rank: each[name] for rank, each in enumerate(found) if name in each}
+        errors = train_matrix.compare(cell, "float64", told, true[name])
+        print(errors)
+        assert errors.worst[0] <= 1e-12, errors
 
 
 def test_a_group_of_another_grid_is_refused_by_both_names() -> None:
