@@ -201,6 +201,18 @@ def test_config_none_everywhere(sw: Run, saved: Path, tmp_path: Path) -> None:
         assert sw(verb[0], saved, *verb[1:], "--config", tmp_path / "nowhere").code == 2
 
 
+def test_a_run_beside_what_was_made_of_it(sw: Run, copy_of: Callable[[str], Path]) -> None:
+    """DeepSpeed's own converter puts the universal folder beside the saves; a file names each."""
+    folder = copy_of("ds_zero2")
+    (folder / "truth.safetensors").unlink()
+    done = sw("check", folder, *NONE)
+    assert (
+        done.code == 1
+        and "hint: give the folder of one save, which latest and latest_universal name" in done.err
+    )
+    assert sw("check", folder / "step2", *NONE).code == sw("check", folder / "universal", *NONE).code == 0
+
+
 def test_a_file_called_none(sw: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "none").write_text((data_dir / "hf_llama_tied_tiny" / "config.json").read_text())
     monkeypatch.chdir(tmp_path)

@@ -59,7 +59,9 @@ def detect(root: Path) -> str:
             "a folder holds a checkpoint of one known format",
             where=str(root),
             equation=f"it looks like {' and '.join(found)}" if found else f"it holds {held}",
-            hint="; ".join(f"{form.name}: {form.holds}" for form in FORMATS.values()),
+            hint="give the folder of one save, which latest and latest_universal name"
+            if set(found) == {deepspeed.FORMAT.name, deepspeed.UNIVERSAL.name}
+            else "; ".join(f"{form.name}: {form.holds}" for form in FORMATS.values()),
         )
     return found[0]
 
