@@ -15,7 +15,7 @@ too that the groups of a grid are those of its own ranks: all of it runs under `
 | Megatron #6888 | replica numbers of a tied embedding | 0 to n - 1 | | `..._6888_...` |
 | Bridge #5862, #6102, Megatron #6775 | two writers, or none | one | | `..._5862_...`, b105 of shares |
 | Bridge #4985 | other groups under one number | 4 and 6 | 5 | `..._4985_...` |
-| Bridge #5555 | scales of two modules | 4.0, 200.0 | 1.0, 800.0 | not here: it takes both modules |
+| Bridge #5555 | scales of two modules | 4.0, 200.0 | 1.0, 800.0 | `test_train_vision_language.py` in `dist` |
 | Megatron #5285, `random.py` | seeds by the rank of another grid | alike in dp | not | `..._5285_...` |
 | Megatron #4967, #6293 | `hasattr` of what is not set | an error | None | `..._4967_...` |
 | Megatron #6293 | a count in the place of a group | refused | | `..._6293_...` |

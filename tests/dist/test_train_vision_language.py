@@ -1,8 +1,8 @@
 """An encoder and a language model on grids of their own, against one process: loss, gradients, two updates.
 
 Texts have no image, one, or two; so ranks of the encoder have unequally many, and some none. The image has
-nine patches, which no number of ranks divides. In fp64, within 1e-12 of one process. What one process computes
-is compared with transformers in ``tests/oracle/test_train_llava.py``.
+nine patches, which no number of ranks divides. In fp64, within 1e-12 of one process. What one process
+computes is compared with transformers in ``tests/oracle/test_train_llava.py``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import pytest
 import torch
 from worlds import GLOO, MEMORY, ranks
 
-from shardweave.errors import GeometryError, PlanError
+from shardweave.errors import GeometryError, PlanError, ShardweaveError
 from shardweave.layout import Layout
 from shardweave.testing.guard import guard
+from shardweave.train import vision_language
 from shardweave.train.arrays import held_arrays
 from shardweave.train.batch import Microbatch
+from shardweave.train.collectives import sum_all
 from shardweave.train.gradients import sum_gradients
 from shardweave.train.grid import Groups
 from shardweave.train.loss import Tokens
@@ -319,11 +321,34 @@ def test_bytes_over_the_bridge_are_those_that_are_wanted_elsewhere(name: str) ->
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "one rank"])
-def test_no_foreign_group_and_no_default_one_is_used(name: str) -> None:
-    """Every call on torch's default group, and on a group of nobody's plan, raises while it runs."""
+def test_no_foreign_group_and_no_default_one_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call on torch's default group raises, on groups of nobody's plan, and of the other's grid."""
+
+    def held_to_its_grid(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: Any, *args: Any, **given: Any) -> Any:
+            with guard(module.groups):
+                return function(module, *args, **given)
+
+        return call
+
+    for function in ("encode", "forward_backward"):
+        monkeypatch.setattr(vision_language, function, held_to_its_grid(getattr(vision_language, function)))
     vision, language = PAIRS[name]
     plan = group_plan(vision=vision, language=language)
     compare(ranks(play, plan=plan, vision=vision, language=language, guarded=True), reference())
+
+
+def test_a_group_of_the_other_grid_is_refused() -> None:
+    """The guard of the suite can fail: an encoder that sums over the language model's ranks."""
+    vision, language = PAIRS["the same ranks, another factorisation"]
+
+    def go(groups: Groups) -> str:
+        with guard(groups.of(VISION)), pytest.raises(ShardweaveError) as error:
+            sum_all(torch.ones(1), group=groups.of(LANGUAGE).get("model", "tp"))
+        return str(error.value)
+
+    said = ranks(go, plan=group_plan(vision=vision, language=language))
+    assert all("language.tp" in text and "vision" in text for text in said.values())
 
 
 def test_half_an_image_and_texts_of_other_ranks_are_refused() -> None:
@@ -382,8 +407,6 @@ def test_the_normalisation_across_grids_is_that_of_the_loss() -> None:
 
 def test_a_mutation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder that divides by its own number of data ranks."""
-    from shardweave.train import vision_language
-
     whole_encode = vision_language.encode
 
     def scaled(vision: Any, pixels: Any, layout: Any) -> torch.Tensor:
