@@ -8,8 +8,10 @@ Every picture of a layout or plan is drawn from the layout or plan itself.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
+import sys
 import tempfile
 import tomllib
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from shardweave.layout import (
 from shardweave.models import Model, from_config
 from shardweave.plan import plan
 from shardweave.show import svg
+from shardweave.show.bridge import bridge_picture
 from shardweave.show.canvas import (
     Drawing,
     arrow,
@@ -317,6 +320,23 @@ def plan_() -> str:
     return svg.plan_picture(plan(src, dst), "qkv_proj.weight", title=title, head_dim=8)
 
 
+def two_grids() -> str:
+    """The bridge of examples/two_grids.py, of the plan that its ranks carry out."""
+    spec = importlib.util.spec_from_file_location("two_grids", ROOT / "examples/two_grids.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    sys.modules[spec.name] = example
+    spec.loader.exec_module(example)
+    return bridge_picture(
+        example.bridge_plan(),
+        names=("vision encoder", "language model"),
+        title="Two grids in one job, and the bridge between them",
+        note=f"{example.NUM_IMAGES} images of {example.PATCHES} patches: each row once, from the rank that "
+        "has it to the one that wants it; gradients go back the same way",
+    )
+
+
 def proof() -> str:
     """What a proof refuses."""
     rows = whole(24, "rows")
@@ -490,6 +510,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "zigzag": zigzag,
     "layers": layers,
     "plan": plan_,
+    "two-grids": two_grids,
     "proof": proof,
     "refit": refit,
     "lint": lint,

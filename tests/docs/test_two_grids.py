@@ -1,4 +1,4 @@
-"""examples/two_grids.py: six processes train as one does, over a bridge that sends what is needed; it sees."""
+"""examples/two_grids.py: six processes train as one does, over a bridge that sends what is needed."""
 
 from __future__ import annotations
 
