@@ -27,7 +27,7 @@ from shardweave.errors import DigestError, ShardweaveError
 from shardweave.layout import Layout
 from shardweave.layout.holders import first_holders
 from shardweave.plan import plan
-from shardweave.store import digest, native, torch_dist
+from shardweave.store import digest, native, torch_crc
 from shardweave.store.manifest import Manifest
 from shardweave.store.read import Reader
 
@@ -135,7 +135,7 @@ def check(
         )
     elif (manifest.root / digest.SIDECAR).is_file():
         _check_digests(checked, manifest, progress or (lambda done, total: None))
-    elif (manifest.root / torch_dist.INDEX).is_file():
+    elif torch_crc.streams(manifest):
         _check_crcs(checked, manifest)
     else:
         checked.skip("digests", NONE_RECORDED)
@@ -241,7 +241,7 @@ def _check_digests(checked: Checked, manifest: Manifest, progress: Callable[[int
 def _check_crcs(checked: Checked, manifest: Manifest) -> None:
     """Those that torch saves with each tensor, and does not look at when it loads."""
     try:
-        compared = torch_dist.verify(manifest)
+        compared = torch_crc.verify(manifest)
     except ShardweaveError as error:
         checked.fail("digests", error)
         return

@@ -20,25 +20,25 @@ from shardweave.store.manifest import Manifest
 from shardweave.store.paths import inside
 
 Stream = tuple[str, int, int]
-"""File, first byte and length."""
+"""File, first byte and length of a stream of ``torch.save``."""
 _SUFFIX: Final = ".pt"
 
 
-def streams(manifest: Manifest) -> list[Stream]:
-    """The streams of ``torch.save`` in the files of a checkpoint, in the order of files and places.
+def streams(manifest: Manifest) -> dict[Stream, str]:
+    """The streams in the files of a checkpoint, in the order of places, with the keys that they have.
 
     >>> from pathlib import Path
     >>> folder = torch_dist.read(Path("tests/data/dcp_fsdp2_4/dcp"))
     >>> len(streams(folder)) >= len(folder.tensors)
     True
     """
-    root, found = manifest.root, set[Stream]()
+    root, found = manifest.root, dict[Stream, str]()
     if any(name.endswith(".distcp") for name in manifest.files):
-        found |= set(torch_dist.places(manifest))
+        found |= torch_dist.places(manifest)
         if (root / torch_dist.COMMON).is_file():
-            found.add((torch_dist.COMMON, 0, (root / torch_dist.COMMON).stat().st_size))
-    found |= {(name, 0, size) for name, size in manifest.files.items() if name.endswith(_SUFFIX)}
-    return sorted(found)
+            found[torch_dist.COMMON, 0, (root / torch_dist.COMMON).stat().st_size] = ""
+    found |= {(name, 0, size): "" for name, size in manifest.files.items() if name.endswith(_SUFFIX)}
+    return dict(sorted(found.items()))
 
 
 def verify(
@@ -61,11 +61,12 @@ def verify(
         How many bytes were compared. Records without a CRC are not: torch can be told to compute none.
 
     Raises:
-        DigestError: A record differs; with its file and name.
+        DigestError: A record differs; with its file, its key where an index has one, and its name.
         ShardweaveError: As the store of the format, where a file has changed since.
     """
     number, count = part
-    mine = streams(manifest)[number::count]
+    keys = streams(manifest)
+    mine = list(keys)[number::count]
     needed, left = _starts(manifest, skip)
     files: dict[str, list[Stream]] = {}
     for stream in mine:
@@ -75,14 +76,16 @@ def verify(
         return _within(left.get(name, ()), begin, size) and not _within(needed.get(name, ()), begin, size)
 
     def compare(name: str) -> int:
-        compared, where = 0, str(manifest.root / name)
+        compared = 0
         path = inside(manifest.root, name, where=str(manifest.root))
         if not path.stat().st_size:
             return 0
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            for _, start, length in files[name]:
+            for stream in files[name]:
+                key = keys[stream]
+                where = f"{manifest.root / name}" + (f", {key!r}" if key else "")
                 compared += torch_save.verify(
-                    data, start, length, where=where, skip=lambda at, size: is_skipped(name, at, size)
+                    data, *stream[1:], where=where, skip=lambda at, size: is_skipped(name, at, size)
                 )
         return compared
 

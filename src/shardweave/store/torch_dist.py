@@ -147,40 +147,15 @@ def read(root: Path) -> Manifest:
     return manifest
 
 
-def verify(manifest: Manifest) -> int:
-    """Compare all that a folder holds with the CRCs that torch stored with it.
-
-    They tell damage. They do not tell a file of another save, which has CRCs of its own: for that, digests
-    are recorded beside the tensors (`digest`).
-
-    Args:
-        manifest: From ``read``.
-
-    Returns:
-        How many bytes were compared. Where torch was told to store no CRCs, it is none.
-
-    Raises:
-        DigestError: Bytes are not those that were saved; with the file and the key.
-        ShardweaveError: As ``read``, where the folder has changed since.
-    """
-    root = manifest.root
-    meta = Index(_small_file(root, INDEX), where=str(root / INDEX))
-    compared = 0
-    with _opened(root, sorted({place[0] for place in meta.places.values()})) as files:
-        for (key, _), (name, start, length) in sorted(meta.places.items(), key=lambda one: one[1]):
-            where = f"{root / name}, {key!r}"
-            compared += torch_save.verify(files[name], start, length, where=where)
-    return compared
-
-
-def places(manifest: Manifest) -> list[Place]:
-    """The streams that the index of a folder lists: of all chunks and objects, in the order of their places.
+def places(manifest: Manifest) -> dict[Place, str]:
+    """The streams that the index of a folder lists, of all chunks and objects, each with its key.
 
     Raises:
         ShardweaveError: As ``read``, where the index has changed since.
     """
     root = manifest.root
-    return sorted(Index(_small_file(root, INDEX), where=str(root / INDEX)).places.values())
+    meta = Index(_small_file(root, INDEX), where=str(root / INDEX))
+    return {place: key for (key, _), place in meta.places.items()}
 
 
 def object_bytes(manifest: Manifest, key: str) -> bytes:
