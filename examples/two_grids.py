@@ -34,6 +34,7 @@ from torch import Tensor
 
 from shardweave.layout import Layout
 from shardweave.plan import Plan, plan
+from shardweave.show.bridge import lanes
 from shardweave.train.batch import Microbatch
 from shardweave.train.collectives import sum_all
 from shardweave.train.grid import GRID, Group, Groups, connect
@@ -266,10 +267,7 @@ def say_plans() -> None:
 
     found = bridge_plan()
     print(f"\n2. The bridge: {NUM_IMAGES} images of {PATCHES} patches, rows from rank to rank\n")
-    table: dict[tuple[int, int], int] = {}
-    for family in found.families:
-        for box, src, dst in zip(family.box.tolist(), family.src.tolist(), family.dst.tolist(), strict=True):
-            table[src, dst] = table.get((src, dst), 0) + int(family.count[box, 0])
+    table = {(lane.src, lane.dst): lane.count for lane in lanes(found)}
     wanted = found.dst.mesh.ranks
     print("             " + "".join(f"  to {rank}" for rank in wanted))
     for src in found.src.mesh.ranks:

@@ -143,7 +143,8 @@ def _stack(ranks: Sequence[int], counts: Mapping[int, int], per_row: float) -> d
 
 def _per_row(stack: Mapping[int, tuple[float, float]], counts: Mapping[int, int]) -> float:
     """The height of a row, the same on all ranks of a side: what the fullest box leaves for each."""
-    return min((end - start) / counts[rank] for rank, (start, end) in stack.items() if counts.get(rank))
+    heights = [(end - start) / counts[rank] for rank, (start, end) in stack.items() if counts.get(rank)]
+    return min(heights, default=0)
 
 
 def _label(rank: int) -> str:
