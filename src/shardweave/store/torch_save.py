@@ -145,7 +145,15 @@ def verify(
         if crc and not skip(begin, size):
             _compare(data, begin, size, crc, where=f"{where}, stream at byte {start}, record {name!r}")
             compared += size
+    _release(data, start, start + length)  # the kernel maps what lies around a header, too
     return compared
+
+
+def _release(data: Buffer, begin: int, stop: int) -> None:
+    """What was read of a map stays in the page cache, and is no longer counted as this process's."""
+    if isinstance(data, mmap) and stop > begin:
+        low = begin // PAGESIZE * PAGESIZE
+        data.madvise(MADV_DONTNEED, low, stop - low)
 
 
 def _compare(data: Buffer, begin: int, size: int, crc: int, *, where: str) -> None:
@@ -154,10 +162,7 @@ def _compare(data: Buffer, begin: int, size: int, crc: int, *, where: str) -> No
         for at in range(begin, begin + size, _PIECE):
             stop = min(at + _PIECE, begin + size)
             found = crc32(view[at:stop], found)
-            if isinstance(data, mmap):
-                # What was summed stays in the page cache, and is no longer counted as this process's.
-                low = at // PAGESIZE * PAGESIZE
-                data.madvise(MADV_DONTNEED, low, stop - low)
+            _release(data, at, stop)
     if found != crc:
         raise DigestError(
             "bytes have the CRC that was stored with them",
