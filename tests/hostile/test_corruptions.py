@@ -38,7 +38,8 @@ from corruption_samples import (
 from corruptions import DAMAGES, TIMES
 
 from shardweave.convert import Geometry, convert, prepare
-from shardweave.errors import ShardweaveError
+from shardweave.convert.check import check
+from shardweave.errors import DigestError, ShardweaveError
 
 DATA = Path(__file__).parents[1] / "data"
 BUCKETS = DATA / "mc_opt_tp1dp2_dp_reshardable/torch_dist"
@@ -248,6 +249,18 @@ def result(
     convert(prepare(src, **sample.opens, **sample.again), again, fsync=False)
     assert sample.contents(again) == sample.contents(src), "what arrived is not what was stored"
     return "carried", ""
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron", "buckets", "legacy", "zero1", "zero3", "universal", "dcp", "dcp flat", "native"]
+)
+def test_a_check_sees_a_bit_of_a_value(made: dict[str, dict[str, Sample]], tmp_path: Path, name: str) -> None:
+    """What conversions refuse, a check finds: by digests or by the CRCs that torch saved."""
+    sample = made["dense"][name]
+    src = Path(shutil.copytree(sample.root, tmp_path / "src"))
+    assert check(src).whole
+    print(DAMAGES["bit of a value"](sample, src, Random(name)))
+    assert any(isinstance(one, DigestError) for one in check(src).findings)
 
 
 # --- what was seen --------------------------------------------------------------------------------
