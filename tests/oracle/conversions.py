@@ -1,7 +1,8 @@
-"""A model with the state of its optimizer in every format, and the truth to compare every conversion with.
+"""A model with the state of its optimizer in every format, and the truth to compare conversions with.
 
-The truth is made of random numbers by the names of Hugging Face's files. It comes into the matrix of conversions
-as ``torch.distributed.checkpoint`` and ``safetensors`` themselves write it; everything else is made from that.
+The truth is made of random numbers by the names of Hugging Face's files. It comes into the matrix of
+conversions as ``torch.distributed.checkpoint`` and ``safetensors`` themselves write it; all else is made
+from that.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ Truth = dict[str, dict[str, torch.Tensor]]
 
 
 def truth(config: dict[str, Any]) -> Truth:
-    """Masters and moments of every weight, by kind and name; every value its own, NaNs and signed zeros too."""
+    """Masters and moments of every weight, by kind and name; NaNs and signed zeros among them."""
     chance = torch.Generator().manual_seed(7)
     found: Truth = {}
     for kind in ("master", *STATES):
@@ -150,9 +151,7 @@ def as_module(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             experts = [key for key in values if key.startswith(f"{layer}.mlp.experts.")]
             count = 1 + max(int(key.split(".mlp.experts.")[1].split(".")[0]) for key in experts)
             of = [
-                {
-                    one: values[f"{layer}.mlp.experts.{e}.{one}_proj.weight"] for one in ("gate", "up", "down")
-                }
+                {one: values[f"{layer}.mlp.experts.{e}.{one}_proj.weight"] for one in ("gate", "up", "down")}
                 for e in range(count)
             ]
             fused = [torch.cat([one["gate"], one["up"]]) for one in of]

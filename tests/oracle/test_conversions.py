@@ -74,8 +74,11 @@ def compare(source: Checkpoint, layout: Layout, wanted: dict[str, dict[str, torc
     seen: dict[str, dict[str, torch.Tensor]] = {}
     with Reader(source.manifest) as reader:
         for key, (buffer, positions) in layout.stored().items():
-            array = words(torch.from_numpy(reader.load(key)) if buffer.dtype != "bfloat16" else
-                          torch.from_numpy(reader.load(key).view("i2")))
+            array = words(
+                torch.from_numpy(reader.load(key))
+                if buffer.dtype != "bfloat16"
+                else torch.from_numpy(reader.load(key).view("i2"))
+            )
             separate = dict(zip(buffer.separate, positions, strict=True))
             for piece in buffer.pieces():
                 index = len(piece.tensor.index)
@@ -86,10 +89,12 @@ def compare(source: Checkpoint, layout: Layout, wanted: dict[str, dict[str, torc
                     numbers = {n: piece.box.dims[d][turn[d]] for d, (n, _) in enumerate(piece.tensor.index)}
                     name, kind = named(piece.tensor.member(numbers), buffer.dtype)
                     box = piece.box.dims[index:]
-                    found = array[tuple(
-                        at[d] if isinstance(at[d], int) else slice(at[d][0], at[d][-1] + 1)
-                        for d in buffer.stacked
-                    )]
+                    found = array[
+                        tuple(
+                            at[d] if isinstance(at[d], int) else slice(at[d][0], at[d][-1] + 1)
+                            for d in buffer.stacked
+                        )
+                    ]
                     expected = words(wanted[kind][name])
                     place = tuple(slice(r[0], r[-1] + 1, r.step) for r in box)
                     assert torch.equal(found, expected[place]), (key, name, kind, box)
@@ -121,7 +126,9 @@ def outcome(folder: Path, node: Node, values: Truth, *, with_state: bool) -> str
     if state is None:
         assert not (node.state and with_state), "the state was lost"
         # What a row without masters has in full precision is what it has rounded.
-        full = values["master"] if with_state else {name: one.float() for name, one in values["weight"].items()}
+        full = (
+            values["master"] if with_state else {name: one.float() for name, one in values["weight"].items()}
+        )
         compare(source, source.layout, {**values, "master": full})
         return "weights"
     kinds = compare(source, source.layout, values)
@@ -140,6 +147,11 @@ def outcome(folder: Path, node: Node, values: Truth, *, with_state: bool) -> str
 SEEN: dict[tuple[str, str], set[str]] = {}
 
 
+def kind(node: Node) -> str:
+    """A format, or a stage of DeepSpeed's."""
+    return node.name.split()[0] if node.format == "deepspeed" else node.format
+
+
 @pytest.mark.parametrize("number", range(15))
 def test_a_row(made: dict[str, Any], number: int, tmp_path: Path) -> None:
     """From one format and layout to all of them."""
@@ -148,7 +160,7 @@ def test_a_row(made: dict[str, Any], number: int, tmp_path: Path) -> None:
     if row.name in made["why"]:
         error = made["why"][row.name]
         assert error.hint, row.name
-        SEEN.setdefault((row.format, ""), set()).add(f"{made['model']}, {row.name}: {error.rule}")
+        SEEN.setdefault((kind(row), ""), set()).add(f"{made['model']}, {row.name}: {error.rule}")
         return
     src = made["rows"][row.name]
     outcome(src, row, made["truth"], with_state=row.state)
@@ -162,12 +174,12 @@ def test_a_row(made: dict[str, Any], number: int, tmp_path: Path) -> None:
         go(src, dst, column)
         found = outcome(dst, column, made["truth"], with_state=row.state)
         assert found == ("all" if row.state and column.state else "weights")
-        SEEN.setdefault((row.format, column.format), set()).add(found)
+        SEEN.setdefault((kind(row), kind(column)), set()).add(found)
 
 
 def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
     """Runs last in this file, when every row has been seen."""
-    if len({row for row, column in SEEN if column}) < len({node.format for node in nodes("dense")}):
+    if len({row for row, column in SEEN if column}) < len({kind(node) for node in nodes("dense")}):
         pytest.skip("the rows of the matrix did not run in this process: run the whole file")
     text = PAGE.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
@@ -179,12 +191,12 @@ def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
 
 def shown() -> str:
     """The table, formats by formats, and what is refused."""
-    formats = list(dict.fromkeys(node.format for node in nodes("dense")))
-    stages = [f"{node.name.split()[0]}" if node.format == "deepspeed" else node.format for node in nodes("dense")]
-    del stages
+    formats = list(dict.fromkeys(kind(node) for node in nodes("dense")))
     lines = ["| from \\ to | " + " | ".join(formats) + " |", "|---" * (len(formats) + 1) + "|"]
     for row in formats:
         cells = ["/".join(sorted(SEEN.get((row, column), {"refused"}))) for column in formats]
         lines.append(f"| **{row}** | " + " | ".join(cells) + " |")
     refused = sorted(one for (_, column), said in SEEN.items() if not column for one in said)
-    return "\n".join([*lines, "", "Refused, with the reason that the format gives:", "", *(f"- {one}" for one in refused)])
+    return "\n".join(
+        [*lines, "", "Refused, with the reason that the format gives:", "", *(f"- {one}" for one in refused)]
+    )
