@@ -94,6 +94,8 @@ def named(manifest: Manifest) -> Manifest:
     owner: dict[str, int | None] = {}
     for key in manifest.tensors:
         match = _STATE.fullmatch(key)
+        if match is None and _OPTIMIZER.match(key):
+            raise _unread(manifest, f"{key!r:.200} is a state of no kind that is known")
         if match is None:
             name = key
         else:

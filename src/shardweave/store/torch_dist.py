@@ -51,7 +51,7 @@ from shardweave.errors import (
 from shardweave.store import torch_save
 from shardweave.store.manifest import Extent, Manifest, StoredTensor
 from shardweave.store.paths import inside
-from shardweave.store.pickles import PLAIN, Allow
+from shardweave.store.pickles import PLAIN, Allow, brief
 from shardweave.store.pickles_write import to_plain
 from shardweave.store.strict_json import read_json
 from shardweave.store.tiling import prove_tiling
@@ -120,6 +120,7 @@ def read(root: Path) -> Manifest:
         records["metadata"] = _config(root)
     if meta.planner_data is not None:
         records["planner_data"] = to_plain(meta.planner_data, where=INDEX)
+        _prove_ways(records["planner_data"], where=str(root / INDEX))
     if meta.mcore_data:
         records["mcore_data"] = to_plain(meta.mcore_data, where=INDEX)
     tensors: dict[str, StoredTensor] = {}
@@ -314,6 +315,18 @@ def _extent(
 def _load_object(data: torch_save.Buffer, start: int, length: int, *, where: str) -> Any:
     value = torch_save.load(data, start, length, allow=OBJECTS, where=where)
     return torch_save.to_plain(value, data, where=where)
+
+
+def _prove_ways(ways: Any, *, where: str) -> None:
+    """The way to each value, where torch wrote it down, is its key: a damaged name is another name."""
+    for key, way in ways.items() if type(ways) is dict else ():
+        if type(way) in (tuple, list) and ".".join(map(str, way)) != key:
+            raise IndexMismatchError(
+                "a key of an index is the way to its value",
+                where=f"{where}, {key!r:.200}",
+                equation=f"planner_data says {brief(way)}",
+                hint="the index is damaged or was edited by hand; copy it again",
+            )
 
 
 def _prove_streams(places: Mapping[Any, Place], sizes: Mapping[str, int], *, root: Path) -> None:
