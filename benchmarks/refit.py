@@ -5,7 +5,8 @@
 
 Moving (Megatron TP2 to vLLM TP2, bf16; every fused weight changes its rows; one process a rank):
     dense     6 layers, hidden 2048
-    experts   4 layers x 32 experts, Megatron EP2 to vLLM TP2: every expert is cut by columns and rows
+    experts   2 layers x 32 experts of the widths of Qwen3-30B-A3B, Megatron EP2 to vLLM TP2: every expert is
+              cut by columns and rows
 
 `stage` is the move itself. The raw transport moves the same bytes between the same pairs of ranks, as one
 contiguous message a pair (gloo) or one copy a pair from memory of the reader's own (shared), in the same
@@ -67,7 +68,7 @@ def config(*, layers: int, hidden: int, ffn: int, experts: int = 0, vocab: int =
 
 MODELS = {
     "dense": config(layers=6, hidden=2048, ffn=6144),
-    "experts": config(layers=4, hidden=1024, ffn=768, experts=32),
+    "experts": config(layers=2, hidden=2048, ffn=768, experts=32),
 }
 TINY = {
     "dense": config(layers=3, hidden=64, ffn=96, vocab=512),

@@ -102,8 +102,8 @@ class Target:
     layout: Layout
     specs: tuple[TensorSpec, ...]
     max_file_bytes: int
-    allocate: Callable[[Path], Manifest]
-    finish: Callable[..., None]
+    allocate: Callable[[Path], Manifest] = field(compare=False)
+    finish: Callable[..., None] = field(compare=False)
     constants: Mapping[str, bytes] = field(default_factory=dict)
     fixed: Mapping[str, bytes] = field(default_factory=dict)
     crc: bool = False

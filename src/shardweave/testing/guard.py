@@ -143,7 +143,7 @@ class _Guard:
             return " = ".join(map(self.named, self._names[id(comm)][1]))
         for group, ranks in distributed_c10d._world.pg_group_ranks.items():
             if any(comm is one for one in (group, *_backends(group))):
-                is_default = group is distributed_c10d.GroupMember.WORLD
+                is_default = group is _torchs_default()
                 return _DEFAULT if is_default else f"a group of {format_ranks(tuple(ranks), 8)}, of no grid,"
         return f"a group of {comm.size()} ranks, of no grid,"
 
@@ -248,10 +248,16 @@ def _comm(group: Group) -> Any:
     return _COMM.__get__(group, Group)
 
 
+def _torchs_default() -> Any:
+    """The default group of torch, which the guard knows so as to refuse it; ``None`` where there is none."""
+    # shardweave: allow[SW202] it is compared with, and nothing is ever sent over it
+    return distributed_c10d.GroupMember.WORLD
+
+
 def _default_group() -> Any:
     """What ``torch.distributed`` asks for its default group while a guard is open."""
     caller = sys._getframe(1)
-    world = distributed_c10d.GroupMember.WORLD
+    world = _torchs_default()
     given = caller.f_locals.get("group")
     if caller.f_code is dist.get_rank.__code__ and given is not None and given is not world:
         return world  # it looks up this rank in the group that was given

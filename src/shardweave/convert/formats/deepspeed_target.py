@@ -59,7 +59,7 @@ def native(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) -> 
     held = with_dtypes(_with_states(weights, state), source, wanted.dtype)
     if zero.stage == 3:
         held = _in_full(weights, held, state)
-    described = _described(source, weights, state, tp=zero.tp)
+    described = _described(source, weights, state, tp=zero.tp, flat=True)
     if zero.stage == 3:
         _check_buffers(source, described)
     run = deepspeed_write.Zero(
@@ -86,7 +86,7 @@ def universal(source: Checkpoint, state: OptimizerState | None, wanted: Wanted) 
         )
     weights = _weights(source.model, Zero(), wanted, str(source.manifest.root))
     held = _in_full(weights, with_dtypes(_with_states(weights, state), source, None), state)
-    described = _described(source, weights, state, tp=1)
+    described = _described(source, weights, state, tp=1, flat=False)
     return _made("universal", source, weights, held, state, wanted, described, universal_write)
 
 
@@ -133,9 +133,9 @@ def _keys(layout: Layout, rule: BufferRule) -> list[str]:
 
 
 def _described(
-    source: Checkpoint, weights: Layout, state: OptimizerState | None, *, tp: int
+    source: Checkpoint, weights: Layout, state: OptimizerState | None, *, tp: int, flat: bool
 ) -> dict[str, Any]:
-    """What the files say beside the arrays."""
+    """What the files say beside the arrays; whether these are flat, so that their order counts."""
     where = str(source.manifest.root)
     found = deepspeed_state.of_source(source.manifest.records, tp=tp)
     found.pop("parts", None)  # how whole weights were put together is of the ranks that there were
@@ -158,8 +158,9 @@ def _described(
     if state is None:
         return {key: value for key, value in found.items() if key in ("shared", "buffers", MODEL, INFO)}
     trained = {key: held for key, held in arrays.items() if any(name in state.weights for name in held)}
-    # A part is found by its names, and is of no module.
-    order = list(trained) if source.only else in_order(trained, state, source.config, where)
+    # Universal files are found by their names, and a part is of no module.
+    ordered = (flat or state.ordered) and not source.only
+    order = in_order(trained, state, source.config, where) if ordered else list(trained)
     counts = {key: count_of(state, trained[key], where) for key in order}
     found["optimizer"] = OptimizerRecord(
         {key: count for key, count in counts.items() if count is not None},
