@@ -290,7 +290,10 @@ def samples(model: str, place: Path, buckets: Path) -> list[Sample]:
         one("ranks", "ranks", targets["ranks"], safetensors_of, layout=layout),
         one("megatron", "torch_dist", targets["megatron"], streams_of),
         one(
-            "legacy", "mp_rank", {"to": "megatron", "dtype": "bfloat16"}, lambda root: ranks_of(root, config)
+            "legacy",
+            "mp_rank",
+            {"to": "megatron", "geometry": Geometry(tp=2), "dtype": "bfloat16"},
+            lambda root: ranks_of(root, config),
         ),
         *(one(f"zero{n}", f"ZeRO-{n}", targets[f"zero{n}"], records_of) for n in (1, 2, 3)),
         one("universal", "universal", {"to": "universal"}, records_of),

