@@ -379,7 +379,9 @@ def test_other_commands_read_a_native_checkpoint_too(tmp_path: Path) -> None:
     save_all(tmp_path / "run", layout, wanted_of(layout, whole), dtype="bfloat16", config=CONFIG)
     full = layout_of(DEGREES["one"], model)
     arrays = tensors_of(wanted_of(full, whole)[0], "bfloat16")
-    held = [*weights_of(full, 0, arrays), *states_of(optimizer)]
+    # Its masters are of other weights, which a check refuses; moments are of any.
+    moments = (one for one in states_of(optimizer) if not one.key.endswith("/master"))
+    held = [*weights_of(full, 0, arrays), *moments]
     saver(tmp_path / "with state", fsync=False).save(held, About(config=CONFIG))
 
     for name in ("run", "with state"):
@@ -513,7 +515,10 @@ def work(rank: int, *, folder: Path, background: bool) -> dict[str, Any]:
     layout = layout_of(PARALLEL, model)
     store = FileStore(str(folder / "store"), 4)
     groups = connect(
-        plan_groups({"model": PARALLEL.mesh}, {"model": PARALLEL.groups}), rank=rank, store=store, timeout_s=20
+        plan_groups({"model": PARALLEL.mesh}, {"model": PARALLEL.groups}),
+        rank=rank,
+        store=store,
+        timeout_s=20,
     )
     arrays = tensors_of(wanted_of(layout, truth(model, torch.bfloat16))[rank], "bfloat16")
     if background:

@@ -64,9 +64,11 @@ def compare(manifest: Manifest, true: Truth) -> int:
     with Reader(manifest) as reader:
         for (name, state), values in true.states.items():
             found = reader.load(f"optim/{name}/{'master' if state == 'param' else state}")
-            assert found.tobytes() == values.tobytes(), (name, state)
+            same = found.tobytes() == values.tobytes()  # apart, as pytest looks for where long bytes differ
+            assert same, (name, state)
         for name, weight in true.weights.items():
-            assert reader.load(name).tobytes() == weight.view(torch.uint8).numpy().tobytes(), name
+            same = reader.load(name).tobytes() == weight.view(torch.uint8).numpy().tobytes()
+            assert same, name
     return len(true.states)
 
 
