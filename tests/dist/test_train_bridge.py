@@ -79,7 +79,7 @@ def go(groups: Groups, *, first: Mesh, second: Mesh, num_rows: int, seed: int, c
     torch.autograd.backward([arrived], [grads[mine_second]])
     assert torch.equal(rows.grad, grads[mine_first])
     wanted = len(set(mine_first.tolist()) - set(mine_second.tolist())) * WIDTH
-    return [8 * wanted, sent, way.num_bytes // 4 * 8]
+    return [8 * wanted, sent, way.moved * 8]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -16,7 +16,7 @@ from worlds import GLOO, MEMORY, ranks
 from shardweave.errors import PlanError
 from shardweave.train.batch import Microbatch
 from shardweave.train.following import follow
-from shardweave.train.grid import GroupPlan, Groups, plan_groups
+from shardweave.train.grid import Group, GroupPlan, Groups, plan_groups
 from shardweave.train.loss import policy_gradient
 from shardweave.train.optimizer import AdamW, Optimizer
 from shardweave.train.parallel import Parallel
@@ -125,7 +125,7 @@ def test_a_reference_has_the_bits_and_the_probabilities_of_its_policy(name: str,
             assert moved == 8 * real, "a weight came twice, or padding was moved"
 
 
-def test_weights_are_those_of_one_process(tmp_path: Any) -> None:
+def test_weights_are_those_of_one_process() -> None:
     """A reference that followed is a model that was begun with the policy's seed, at its own degrees."""
     config, of_policy, of_reference = PAIRS["in common in part"]
 
@@ -181,6 +181,4 @@ def test_wrong_arrays_are_refused_on_every_rank() -> None:
 
 
 def _world(size: int) -> Any:
-    from shardweave.train.grid import Group
-
     return Group("world", tuple(range(size)), 0)

@@ -39,6 +39,8 @@ from shardweave.train.vision_language import (
     build_vision_language,
     group_plan,
     optimizers,
+    rows_of_decoder,
+    rows_of_encoder,
     scene,
     step,
 )
@@ -274,8 +276,7 @@ def test_nothing_trained_is_refused() -> None:
         )
 
 
-def test_a_step_without_an_image_and_one_with_many(tmp_path: Any) -> None:
-    del tmp_path
+def test_a_step_without_an_image_and_one_with_many() -> None:
     one = Parallel()
     for documents in (((3, 0, 2),) * 6, ((2, 3, 1), *DOCUMENTS[1:])):
         wanted = ranks(
@@ -299,8 +300,6 @@ def test_bytes_over_the_bridge_are_those_that_are_wanted_elsewhere(name: str) ->
 
     def rows(groups: Groups) -> tuple[int, int]:
         model = build_vision_language(CONFIG, vision=vision, language=language, groups=groups, seed=3)
-        from shardweave.train.vision_language import rows_of_decoder, rows_of_encoder
-
         known = scene(model, texts_of(language))
         here, there = (
             of(known, model.grids[kind], width=16)
@@ -422,4 +421,3 @@ def test_a_mutation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes_are_those_of_the_config() -> None:
     assert num_patches(CONFIG) == PATCHES
-    assert MEMORY != GLOO

@@ -107,7 +107,7 @@ def convert(
     ] = False,
     no_digests: Annotated[
         bool,
-        typer.Option("--no-digests", help="Record no digests beside the weights.", rich_help_panel=_RUN),
+        typer.Option("--no-digests", help="Neither compare digests nor record them.", rich_help_panel=_RUN),
     ] = False,
     no_fsync: Annotated[
         bool, typer.Option("--no-fsync", help="Do not wait for the disk.", rich_help_panel=_RUN)

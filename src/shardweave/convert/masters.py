@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from shardweave.convert.checkpoint import Checkpoint, OptimizerState
-from shardweave.convert.states import MASTER, owners, part_of, state_rule, trained_part
+from shardweave.convert.states import MASTER, keys_of, owners, part_of, state_rule, trained_part
 from shardweave.layout import BufferRule, Part, Tensor
 from shardweave.layout.dtype import itemsize
 from shardweave.layout.subset import only
@@ -54,7 +54,7 @@ def with_states(
             weights.append(rule)
         elif master is not None and (masters == "only" or dtype == master.dtype):
             # The weight is the master: what was rounded from it is not needed.
-            left_out |= dict.fromkeys(_keys(source, trained[0]), ROUNDED)
+            left_out |= dict.fromkeys(keys_of(source.layout, trained[0]), ROUNDED)
             rounded |= {part.tensor for part in rule.parts}
             if masters == "always":
                 stored |= _again(source, master, stored)
@@ -78,7 +78,7 @@ def with_states(
         if id(rule) not in owned and all(part.tensor in rounded for part in rule.parts):
             # What files hold once more is rounded too.
             weights = [other for other in weights if other is not rule]
-            left_out |= dict.fromkeys(_keys(source, rule), ROUNDED)
+            left_out |= dict.fromkeys(keys_of(source.layout, rule), ROUNDED)
     rules = (*kept.values(), *made)
     manifest = replace(source.manifest, tensors=stored)
     layout = replace(source.layout, rules=(*weights, *rules))
@@ -98,7 +98,9 @@ def as_read(manifest: Manifest) -> Manifest:
 
 def _again(source: Checkpoint, rule: BufferRule, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The arrays of a rule under further keys."""
-    return {f"{AGAIN}{key}": replace(stored[key], key=f"{AGAIN}{key}") for key in _keys(source, rule)}
+    return {
+        f"{AGAIN}{key}": replace(stored[key], key=f"{AGAIN}{key}") for key in keys_of(source.layout, rule)
+    }
 
 
 def _untrained(source: Checkpoint, rule: BufferRule, trained: BufferRule) -> list[BufferRule]:
@@ -117,8 +119,3 @@ def _untrained(source: Checkpoint, rule: BufferRule, trained: BufferRule) -> lis
     rest = part_of(source.layout, rule, wanted, where=source.layout.name)
     full = {part.label: part.tensor for part in rule.parts}
     return [replace(rest, parts=tuple(Part(full[p.label], p.label, p.replica) for p in rest.parts))]
-
-
-def _keys(source: Checkpoint, rule: BufferRule) -> list[str]:
-    """The keys of the arrays of a rule, on all ranks."""
-    return list(replace(source.layout, rules=(rule,)).stored())

@@ -199,6 +199,11 @@ def owners(layout: Layout) -> Iterator[BufferRule]:
             yield rule
 
 
+def keys_of(layout: Layout, rule: BufferRule) -> list[str]:
+    """The keys of the arrays of a rule of a layout, on all ranks, each once."""
+    return list(dict.fromkeys(key for key, _, _ in _arrays(layout, rule)))
+
+
 def _arrays(layout: Layout, rule: BufferRule) -> Iterator[tuple[str, Buffer, tuple[int, ...]]]:
     for rank in layout.mesh.ranks:
         buffer = rule.at(layout.mesh, rank)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any, Final
 import numpy as np
 
 from shardweave.errors import FormatError, IndexMismatchError, MissingFileError, PathError
-from shardweave.layout.box import flat_boxes
 from shardweave.store import torch_save
 from shardweave.store.manifest import ITEMSIZE, Extent, StoredTensor
 from shardweave.store.paths import check_name, inside
@@ -295,15 +294,6 @@ def whole(key: str, name: str, tensor: TensorAt, shape: tuple[int, ...] | None =
         return StoredTensor(key, tensor.dtype, shape, ())
     extent = Extent((0,) * len(shape), shape, name, tensor.start, tensor.strides)
     return StoredTensor(key, tensor.dtype, shape, (extent,))
-
-
-def interval(
-    shape: tuple[int, ...], start: int, stop: int, name: str, at: int, dtype: str
-) -> Iterator[Extent]:
-    """The extents of elements ``start`` to ``stop`` of an array, which lie in a row from byte ``at``."""
-    for box in flat_boxes(shape, start, stop):
-        yield Extent(box.offset, box.shape, name, at)
-        at += box.numel * ITEMSIZE[dtype]
 
 
 def same_bytes(folder: Path, name: str, a: TensorAt, b: TensorAt) -> bool:

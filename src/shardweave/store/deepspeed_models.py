@@ -18,14 +18,13 @@ from shardweave.store.deepspeed_files import (
     Ranks,
     broken,
     complete,
-    interval,
     load,
     plain,
     same_bytes,
     whole,
 )
 from shardweave.store.deepspeed_layers import layers_of, stage_module
-from shardweave.store.manifest import Extent, StoredTensor
+from shardweave.store.manifest import Extent, StoredTensor, run_extents
 from shardweave.store.pickles import brief
 from shardweave.store.torch_save import TensorAt
 
@@ -359,7 +358,7 @@ def _frozen(
                 hint="files of two saves were mixed; copy the whole folder again",
             )
         low, high = min(rank * slot, numel), min((rank + 1) * slot, numel)
-        extents += interval(shape, low, high, file.name, fragment.start, dtype)
+        extents += run_extents(shape, low, high, file.name, fragment.start, dtype)
     return StoredTensor(key, dtype, shape, tuple(extents))
 
 

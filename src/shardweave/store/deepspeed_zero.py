@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardweave.errors import DtypeError, FormatError, GapError, IndexMismatchError
-from shardweave.store.deepspeed_files import File, broken, interval, number, settings
+from shardweave.store.deepspeed_files import File, broken, number, settings
 from shardweave.store.deepspeed_flat import round_robin
-from shardweave.store.manifest import ITEMSIZE, Extent, StoredTensor
+from shardweave.store.manifest import ITEMSIZE, Extent, StoredTensor, run_extents
 from shardweave.store.pickles import Instance, brief
 from shardweave.store.torch_save import TensorAt
 
@@ -92,7 +92,9 @@ class Flat:
                 hint="files of two saves were mixed; copy the whole folder again",
             )
         begin = tensor.start + at * ITEMSIZE[dtype]
-        self.extents.setdefault(key, []).extend(interval(self.shapes[name], *part, file.name, begin, dtype))
+        self.extents.setdefault(key, []).extend(
+            run_extents(self.shapes[name], *part, file.name, begin, dtype)
+        )
 
     def tensors(self, key_of: Callable[[str, str], str]) -> dict[str, StoredTensor]:
         """All arrays, by their keys."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from shardweave.errors import FormatError, GapError, IndexMismatchError
 from shardweave.store.deepspeed_files import File, broken, members_of, number, settings
+from shardweave.store.deepspeed_flat import sliced
 from shardweave.store.deepspeed_zero import (
     MASTER,
     Flat,
@@ -136,7 +137,7 @@ def _fill(
     at = held = 0
     for name, shape in group.items():
         numel = math.prod(shape)
-        slot = -(-numel // cut)
+        slot = sliced(numel, cut)
         low, high = min(rank * slot, numel), min((rank + 1) * slot, numel)
         for key, tensor in arrays.items():
             if at + slot > tensor.shape[0]:

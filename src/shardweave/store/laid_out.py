@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardweave.errors import ExistsError, MissingFileError, TruncatedError
-from shardweave.layout import flat_boxes
 from shardweave.store import crc
-from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor, TensorSpec
+from shardweave.store.manifest import ITEMSIZE, Extent, Manifest, StoredTensor, TensorSpec, run_extents
 from shardweave.store.paths import check_name, inside
 from shardweave.store.sync import sync
 from shardweave.store.tiling import prove_tiling
@@ -90,13 +89,8 @@ def _parts(file: LaidOut) -> Iterable[tuple[int, Part]]:
             yield start + part.at, part
 
 
-def _extents(spec: TensorSpec, part: Part, name: str, start: int) -> list[Extent]:
-    extents, itemsize = [], ITEMSIZE[spec.dtype]
-    for box in flat_boxes(spec.shape, part.start, part.stop):
-        extent = Extent(box.offset, box.shape, name, start)
-        extents.append(extent)
-        start += extent.numel * itemsize
-    return extents
+def _extents(spec: TensorSpec | StoredTensor, part: Part, name: str, start: int) -> list[Extent]:
+    return list(run_extents(spec.shape, part.start, part.stop, name, start, spec.dtype))
 
 
 def seal(
@@ -148,8 +142,7 @@ def _crc_of(
     for part in storage.parts:
         total = crc.zeros(part.at - end, total)
         tensor = manifest.tensors[part.key]
-        spec = TensorSpec(tensor.key, tensor.dtype, tensor.shape)
-        itemsize, homes = ITEMSIZE[tensor.dtype], _extents(spec, part, name, start + part.at)
+        itemsize, homes = ITEMSIZE[tensor.dtype], _extents(tensor, part, name, start + part.at)
         end = part.at + (part.stop - part.start) * itemsize
         if part.copy:
             _copy(tensor, manifest, descriptor, start + part.at)

@@ -9,11 +9,12 @@ writers return one for a folder they have laid out, whose payload bytes are then
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardweave.layout.box import flat_boxes
 from shardweave.layout.dtype import DTYPES, itemsize
 
 ITEMSIZE: Mapping[str, int] = {name: itemsize(name) for name in DTYPES}
@@ -42,6 +43,15 @@ class Extent:
     def numel(self) -> int:
         """Elements of the box."""
         return math.prod(self.shape)
+
+
+def run_extents(
+    shape: tuple[int, ...], start: int, stop: int, file: str, at: int, dtype: str
+) -> Iterator[Extent]:
+    """The extents of elements ``start`` to ``stop`` of an array, which lie in a row from byte ``at``."""
+    for box in flat_boxes(shape, start, stop):
+        yield Extent(box.offset, box.shape, file, at)
+        at += box.numel * ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True, slots=True)

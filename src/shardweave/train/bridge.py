@@ -86,10 +86,10 @@ class Bridge:
     group: Group
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that all ranks send to other ones, of rows of four bytes an element."""
+    def moved(self) -> int:
+        """Elements of rows that all ranks send to other ones."""
         return sum(
-            int(family.numel[family.box][family.src != family.dst].sum()) * 4 for family in self.plan.families
+            int(family.numel[family.box][family.src != family.dst].sum()) for family in self.plan.families
         )
 
     @cached_property

@@ -327,7 +327,7 @@ def step(
         torch.autograd.backward([arrived], [grad])
         if model.vision is not None:
             model.vision.reading.finish()
-    return Trained(stepped, 0 if way is None else way.num_bytes // 4 * rows.element_size())
+    return Trained(stepped, 0 if way is None else way.moved * rows.element_size())
 
 
 def _features(model: VisionLanguage, known: Scene, pixels: Pixels, width: int) -> Tensor:

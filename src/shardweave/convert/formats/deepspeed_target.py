@@ -17,7 +17,7 @@ from shardweave.convert.checkpoint import Checkpoint, OptimizerState
 from shardweave.convert.formats import ranks
 from shardweave.convert.masters import ROUNDED
 from shardweave.convert.module_order import in_order
-from shardweave.convert.states import count_of, groups_of, members
+from shardweave.convert.states import count_of, groups_of, keys_of, members
 from shardweave.convert.target import (
     Facts,
     Target,
@@ -123,13 +123,9 @@ def _trained(weights: Layout, state: OptimizerState | None) -> set[str]:
 def _in_full(weights: Layout, held: Layout, state: OptimizerState | None) -> Layout:
     """What is trained is stored in full precision, whatever the run computes in."""
     trained = _trained(weights, state)
-    wide = {rule.name for rule in weights.rules if trained & set(_keys(weights, rule))}
+    wide = {rule.name for rule in weights.rules if trained & set(keys_of(weights, rule))}
     rules = (replace(rule, dtype="float32") if rule.name in wide else rule for rule in held.rules)
     return replace(held, rules=tuple(rules))
-
-
-def _keys(layout: Layout, rule: BufferRule) -> list[str]:
-    return list(replace(layout, rules=(rule,)).stored())
 
 
 def _described(
