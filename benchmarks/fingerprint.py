@@ -1,14 +1,14 @@
 """How fast content is fingerprinted, beside a copy of the same bytes and xxh3.
 
     python benchmarks/fingerprint.py               256 MiB of each kind, one thread
-    python benchmarks/fingerprint.py --threads 2   wall time on two
+    python benchmarks/fingerprint.py --threads 2   wall time, with two threads for torch's copies
     python benchmarks/fingerprint.py --tiny        1 MiB, a second in all
 
 The best of several rounds, each of which runs every line once, so that a busy machine troubles all alike: in
-bytes of content a second of processor time (of wall time with several threads). Four lines say what can be
-had: reading the bytes, the integer product alone over them, with a quarter of the lanes, and over a part that
-stays in the cache. xxh3
-sees the same changes, and does not add up over boxes: a part that was read cannot be checked against a whole.
+processor time (in wall time with several threads), over a copy of all, or of the same part where that is
+measured too. Three lines say what can be had: reading the bytes, and the sums of rows alone, in memory and
+over a part that stays in the cache. xxh3 sees the same changes, and does not add up over boxes: a part that
+was read cannot be checked against a whole.
 
 Last, what ``verify.sums`` takes for thousands of small copies, beyond what their bytes take.
 """
@@ -31,69 +31,71 @@ import numpy as np
 import torch
 import xxhash
 
-from shardweave.layout import Box, BufferRule, Layout, Mesh, Part, Tensor, along, even, whole
-from shardweave.layout import fingerprint as module
-from shardweave.layout.fingerprint import LANES, SEGMENT, fingerprint, places
+from shardweave.layout import Box, BufferRule, Layout, Mesh, Part, Tensor, along, even, exact_sums, whole
+from shardweave.layout.exact_sums import row_sums
+from shardweave.layout.fingerprint import SEGMENT, fingerprint, places
 from shardweave.move import schedule
 from shardweave.plan import plan
 from shardweave.refit import verify
 
 Run = Callable[[], object]
+COPY = "torch copy_"
 
 
-def rates(
-    runs: dict[str, Run], num_bytes: int, *, rounds: int, clock: Callable[[], float]
-) -> dict[str, float]:
-    """Gigabytes a second of each, in its fastest round."""
+def seconds(runs: dict[str, Run], *, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """What each takes in its fastest round."""
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(rounds):
         for name, run in runs.items():
             start = clock()
             run()
-            best[name] = min(best[name], clock() - start)
-    return {name: num_bytes / max(seconds, 1e-9) / 1e9 for name, seconds in best.items()}
+            best[name] = min(best[name], max(clock() - start, 1e-9))
+    return best
 
 
 def in_numpy(words: torch.Tensor) -> None:
-    """The reference, which is what there is where torch is not loaded."""
-    exact = module._is_exact
-    module._is_exact = lambda torch: False
+    """The reference, which is what there is where numba is not installed."""
+    loaded, exact_sums._loaded = exact_sums._loaded, lambda: None
     try:
         fingerprint(words)
     finally:
-        module._is_exact = exact
+        exact_sums._loaded = loaded
 
 
 def cases(words: torch.Tensor, columns: int) -> dict[str, Run]:
-    """What is measured, by name. The first is what the others are compared with."""
+    """What is measured, by name. Where there is ``copy_`` of a name too, the two are compared."""
     target = torch.empty_like(words)
-    numbers = torch.from_numpy(places(0))
-    blocks = words.view(torch.int8).view(-1, SEGMENT).split(256)
-    sums = torch.empty((256, LANES), dtype=torch.int32)
-    few, few_sums = numbers[:, :4].contiguous(), torch.empty((256, 4), dtype=torch.int32)
+    numbers = places(0)
+    segments = words.view(torch.int32).view(-1, SEGMENT).numpy()
+    blocks, cached = (np.split(segments, range(step, len(segments), step)) for step in (4096, 64))
     found: dict[str, Run] = {
-        "torch copy_": lambda: target.copy_(words),
+        COPY: lambda: target.copy_(words),
         "np.copyto": lambda: np.copyto(target.numpy(), words.numpy()),
         "xxh3_128": lambda: xxhash.xxh3_128_digest(words.numpy()),
         "reading": words.sum,
-        "the product": lambda: [torch._int_mm(block, numbers, out=sums) for block in blocks],
-        "the product, 4 lanes": lambda: [torch._int_mm(block, few, out=few_sums) for block in blocks],
-        "the product in cache": lambda: [torch._int_mm(blocks[0], numbers, out=sums) for _ in blocks],
+        "the sums": lambda: [row_sums(block, numbers) for block in blocks],
+        "the sums in cache": lambda: [row_sums(cached[0], numbers) for _ in cached],
     }
     for size, dtype in ((1, torch.uint8), (2, torch.int16), (4, torch.int32), (8, torch.int64)):
         rows = words.view(dtype).view(-1, columns)
-        found[f"{size}-byte words"] = lambda rows=rows: fingerprint(rows)
+        found[f"{size}-byte elements"] = lambda rows=rows: fingerprint(rows)
     halves = words.view(torch.int16)
-    matrix = halves.view(-1, columns)
-    shifted = Box.of((0, 1), (len(matrix), columns - 2))
+    matrix, copied = halves.view(-1, columns), target.view(torch.int16).view(-1, columns)
     found["one row"] = lambda: fingerprint(halves)
-    found["rows of 2 KiB"] = lambda: fingerprint(halves.view(-1, 1024))
-    found["rows of 512 B"] = lambda: fingerprint(halves.view(-1, 256))
-    found["rows of 128 B"] = lambda: fingerprint(halves.view(-1, 64))
-    found["odd columns"] = lambda: fingerprint(matrix[:, 1:-1], shifted)
+    for length in (2048, 1024, 512, 128):
+        found[f"rows of {length} B"] = lambda length=length: fingerprint(halves.view(-1, length // 2))
+    for name, first, last in (
+        ("half the columns", 0, columns // 2),
+        ("a quarter of them", 0, columns // 4),
+        ("odd columns", 1, columns - 1),
+    ):
+        box = Box.of((0, first), (len(matrix), last - first))
+        part, place = matrix[:, first:last], copied[:, first:last]
+        found[name] = lambda part=part, box=box: fingerprint(part, box)
+        found[f"copy_ {name}"] = lambda part=part, place=place: place.copy_(part)
     found["transposed"] = lambda: fingerprint(matrix.t())
-    found["copy_ transposed"] = lambda: target.view(torch.int16).view(columns, -1).copy_(matrix.t())
-    found["without torch"] = lambda: in_numpy(matrix)
+    found["copy_ transposed"] = lambda: copied.view(columns, -1).copy_(matrix.t())
+    found["without numba"] = lambda: in_numpy(matrix)
     return found
 
 
@@ -118,8 +120,8 @@ def small_copies(experts: int, *, rounds: int) -> tuple[int, float]:
     ]
     run = functools.partial(verify.sums, steps, arrays, side="src")
     run()
-    seconds = 1 / rates({"sums": run}, 1, rounds=rounds, clock=time.process_time)["sums"] / 1e9
-    return len(copies), seconds / len(copies) * 1e6
+    took = seconds({"sums": run}, rounds=rounds, clock=time.process_time)["sums"]
+    return len(copies), took / len(copies) * 1e6
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,11 +143,11 @@ def main(argv: list[str] | None = None) -> None:
         f"{num_bytes >> 20} MiB in rows of 4096 words, {options.threads} threads, "
         f"best of {options.repeats}"
     )
-    print(f"{'what':26} {'GB/s':>6} {'time over a copy':>16}")
-    found = rates(cases(words, 4096), num_bytes, rounds=options.repeats, clock=clock)
-    copy = next(iter(found.values()))
-    for name, rate in found.items():
-        print(f"{name:26} {rate:6.2f} {copy / rate:16.2f}", flush=True)
+    print(f"{'what':26} {'ms':>6} {'time over a copy':>16}")
+    found = seconds(cases(words, 4096), rounds=options.repeats, clock=clock)
+    for name, took in found.items():
+        copy = found.get(f"copy_ {name}", found[COPY])
+        print(f"{name:26} {took * 1e3:6.2f} {took / copy:16.2f}", flush=True)
     copies, microseconds = small_copies(8 if options.tiny else 128, rounds=options.repeats)
     print(f"verify.sums of {copies} copies of 256 B: {microseconds:.1f} us a copy")
 

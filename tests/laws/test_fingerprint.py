@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shardweave.errors import DtypeError, FormatError, OutsideError
-from shardweave.layout import Box, Layout
+from shardweave.layout import Box, Layout, exact_sums
 from shardweave.layout import fingerprint as module
+from shardweave.layout.exact_sums import LANES, MOST_TERMS
 from shardweave.layout.fingerprint import (
-    BYTE_DIM,
-    LANES,
     MODULUS,
     NOTHING,
+    PLACE_DIM,
     SEGMENT,
     SEGMENT_DIM,
     Fingerprint,
@@ -37,13 +38,18 @@ SIZES = (1, 2, 4, 8)
 each_size = pytest.mark.parametrize("size", SIZES)
 
 
-@pytest.fixture(params=["numpy", "torch"])
+BYTES = 4 * SEGMENT
+"""Of a segment."""
+
+
+@pytest.fixture(params=["numpy", "numba"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What multiplies: the reference, and torch where it is loaded."""
+    """What multiplies: numpy, and numba from the first byte."""
     if request.param == "numpy":
-        monkeypatch.setattr(module, "_is_exact", lambda torch: False)
+        monkeypatch.setattr(exact_sums, "compiled", lambda: None)
+        monkeypatch.setattr(exact_sums, "_loaded", lambda: None)
     else:
-        assert module._is_exact(torch)
+        assert exact_sums.compiled() is not None, "numba is among the requirements of the tests"
     return str(request.param)
 
 
@@ -51,18 +57,20 @@ def number(key: int, dim: int, index: int) -> list[int]:
     return [int(n) for n in numbers(key, dim, np.array([[index]]))[0, 0]]
 
 
-def by_definition(words: NDArray[np.generic], box: Box, key: int = 0) -> Fingerprint:
-    """The sum that the module states, byte by byte, in Python's integers."""
-    size = words.dtype.itemsize
+def by_definition(elements: NDArray[np.generic], box: Box, key: int = 0) -> Fingerprint:
+    """The sum that the module states, in Python's integers and byte by byte: the highest has the sign."""
+    size = elements.dtype.itemsize
     lanes = [0] * LANES
-    for place, index in zip(np.ndindex(words.shape), itertools.product(*box.dims), strict=True):
+    for place, index in zip(np.ndindex(elements.shape), itertools.product(*box.dims), strict=True):
         *outer, column = index
-        for i, byte in enumerate(int(words[place]).to_bytes(size, "little")):
-            segment, at = divmod(column * size + i, SEGMENT)
+        for i, byte in enumerate(int(elements[place]).to_bytes(size, "little")):
+            word, within = divmod(column * size + i, 4)
+            segment, at = divmod(word, SEGMENT)
             factors = [number(key, d, n) for d, n in enumerate(outer)]
-            factors += [number(key, SEGMENT_DIM, segment), places(key)[at].tolist()]
+            factors += [number(key, SEGMENT_DIM, segment), places(key)[:, at].tolist()]
+            value = (byte - 256 * (byte > 127 and within == 3)) << 8 * within
             for lane in range(LANES):
-                lanes[lane] += (byte - 256 * (byte > 127)) * math.prod(each[lane] for each in factors)
+                lanes[lane] += value * math.prod(each[lane] for each in factors)
     return Fingerprint(tuple(lane % MODULUS for lane in lanes))
 
 
@@ -85,9 +93,9 @@ def corner(words: NDArray[np.generic]) -> Box:
     [
         (range(2), range(3), range(9)),
         (range(3, 9, 3), range(1, 4), range(5, 32, 3)),
-        (range(7, 9), range(2, 5), range(SEGMENT // 8 - 4, SEGMENT // 8 + 5)),  # segments of 8-byte words
-        (range(7, 9), range(2, 5), range(SEGMENT - 7, SEGMENT + 2)),
-        (range(2), range(3), range(SEGMENT - 401, SEGMENT + 400, 100)),
+        (range(7, 9), range(2, 5), range(BYTES // 8 - 4, BYTES // 8 + 5)),  # segments of 8-byte elements
+        (range(7, 9), range(2, 5), range(BYTES - 7, BYTES + 2)),
+        (range(2), range(3), range(BYTES - 401, BYTES + 400, 100)),
         (range(4094, 4098), range(5)),  # numbers that are kept apart
         (range(0, 30001, 10000), range(5)),
     ],
@@ -109,57 +117,78 @@ def test_extreme_words_stay_exact(size: int, word: int) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("byte", [-128, 127])
-def test_the_largest_sums_stay_exact(byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole segment of the extreme bytes and numbers of one sign, in as many rows as are summed at once."""
-    table = np.full((SEGMENT, LANES), -64, dtype=np.int8)
+@pytest.mark.parametrize("word", [-(1 << 31), (1 << 31) - 1])
+@pytest.mark.parametrize("place", [-(1 << 21), (1 << 21) - 1])
+def test_the_largest_sums_stay_exact(word: int, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole segment of the extreme words and numbers of one sign, in as many rows as are summed at once."""
+    table = np.full((LANES, SEGMENT), place, dtype=np.int32)
     monkeypatch.setattr(module, "places", lambda key: table)
-    monkeypatch.setattr(module, "numbers", lambda key, dim, i: np.full((*i.shape, LANES), 2.0**15))
-    words = np.broadcast_to(np.full(SEGMENT, byte, np.int8), (module._MOST_ROWS, SEGMENT))
-    wanted = -64 * byte * SEGMENT * module._MOST_ROWS * 2**30 % MODULUS
+    monkeypatch.setattr(module, "numbers", lambda key, dim, i: np.full((*i.shape, LANES), 1 << 27))
+    rows = MOST_TERMS // 2
+    words = np.broadcast_to(np.full(SEGMENT, word, np.int32), (rows, SEGMENT))
+    wanted = place * word * SEGMENT * rows * 2**54 % MODULUS
     assert fingerprint(words).lanes == (wanted,) * LANES
 
 
-def test_an_inexact_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor whose products saturate is found out before the first sum."""
+@pytest.mark.usefixtures("kernel")
+def test_the_largest_sums_are_folded_exactly() -> None:
+    for one in (-(1 << 62), (1 << 62) - 1, MODULUS - 1):
+        sums = np.full((2, MOST_TERMS, 3, LANES), one)
+        found = module._fold(sums, np.full((1, MOST_TERMS, LANES), 1 << 27))
+        assert (found == MOST_TERMS * 2**27 * one % MODULUS).all()
 
-    def saturating(rows: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_((rows.double() @ table.double()).clamp(-(2**24), 2**24))
 
-    words = random_words((9, SEGMENT), 1)
+@given(st.integers(1, 9), st.integers(1, 70), st.integers(0, 3), st.booleans())
+def test_both_ways_to_sum_are_the_same(count: int, width: int, offset: int, turn: bool) -> None:
+    """For rows of any alignment and strides, also those that nobody may write to."""
+    memory = np.random.default_rng(width).integers(0, 256, 4 * count * (width + 1) + 3, dtype=np.uint8)
+    rows = memory[offset : offset + 4 * count * (width + 1)].view(np.int32).reshape(count, -1)[:, :width]
+    rows = rows[::-1] if turn else rows
+    rows.flags.writeable = False
+    table = places(1)[:, :width]
+    assert exact_sums.compiled() is not None
+    expected = rows.astype(int) @ table.T.astype(int)
+    assert np.array_equal(exact_sums.row_sums(rows, table), expected)
+    assert np.array_equal(exact_sums.row_sums_in_doubles(rows, table), expected)
+
+
+def test_without_numba_numpy_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = random_words((300, 2 * BYTES), 1)
+    assert words.nbytes > exact_sums._WORTH_BYTES
     expected = fingerprint(words)
-    module._is_exact.cache_clear()
-    monkeypatch.setattr(torch, "_int_mm", saturating)
-    assert not module._is_exact(torch)
-    assert fingerprint(words) == expected
-    module._is_exact.cache_clear()
-    monkeypatch.delattr(torch, "_int_mm")
-    assert not module._is_exact(torch)
-    module._is_exact.cache_clear()
+    exact_sums.compiled.cache_clear()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    try:
+        assert exact_sums.compiled() is None
+        assert fingerprint(words) == expected
+    finally:
+        exact_sums.compiled.cache_clear()
 
 
 def test_numbers_are_never_zero_and_use_their_whole_range() -> None:
     drawn = numbers(3, 1, np.arange(1 << 16)[None])[0]
-    assert drawn.min() == -(1 << 15) and drawn.max() == 1 << 15 and (drawn != 0).all()
+    assert drawn.min() > 0 and drawn.max() <= 1 << 27
     # Mean and spread of uniform numbers, and lanes that know nothing of each other.
-    assert abs(drawn.mean()) < 200 and abs(drawn.std() - (1 << 16) / 12**0.5) < 200
-    assert np.abs(np.corrcoef(drawn.T) - np.eye(LANES)).max() < 0.025
+    unit = drawn / (1 << 27)
+    assert abs(unit.mean() - 0.5) < 0.01 and abs(unit.std() - 1 / 12**0.5) < 0.01
+    assert unit.min() < 0.001 and unit.max() > 0.999
+    assert np.abs(np.corrcoef(unit.T) - np.eye(LANES)).max() < 0.025
     assert not np.array_equal(numbers(3, 2, np.arange(9)[None])[0], drawn[:9])
     assert not np.array_equal(numbers(4, 1, np.arange(9)[None])[0], drawn[:9])
 
 
 def test_numbers_of_places_are_what_the_bound_needs() -> None:
     drawn = places(3).astype(int)
-    assert drawn.shape == (SEGMENT, LANES) and drawn.min() == -64 and drawn.max() == 63
-    assert abs(drawn.mean() + 7 / 8) < 1 and abs(drawn.std() - 128 / 12**0.5) < 1
-    assert np.abs(np.corrcoef(drawn.T) - np.eye(LANES)).max() < 0.08
-    # Modulo 2 any eight bytes in a row are the unit matrix, turned: no change of them is lost in all lanes.
-    for at in range(SEGMENT - 7):
-        assert (np.roll(drawn[at : at + 8, :8] % 2, at % 8, axis=0) == np.eye(8)).all()
-    for odd in (0, 1):
-        values, counts = np.unique(drawn[drawn % 2 == odd], return_counts=True)
-        assert len(values) == 64 and counts.min() > 0.7 * counts.mean() and counts.max() < 1.4 * counts.mean()
-    assert not np.array_equal(places(4), drawn) and BYTE_DIM != SEGMENT_DIM
+    assert drawn.shape == (LANES, SEGMENT) and drawn.min() >= -(1 << 21) and drawn.max() < 1 << 21
+    unit = drawn / (1 << 21)
+    assert abs(unit.mean()) < 0.05 and abs(unit.std() - 2 / 12**0.5) < 0.05
+    assert np.abs(np.corrcoef(unit) - np.eye(LANES)).max() < 0.08
+    # Modulo 2 any three words in a row are the unit matrix, turned: no change of them is lost in all lanes.
+    for at in range(SEGMENT - LANES + 1):
+        assert (np.roll(drawn[:, at : at + LANES] % 2, at % LANES, axis=1) == np.eye(LANES)).all()
+    # Hardly any number twice: they are of many.
+    assert len(np.unique(drawn)) > 0.99 * drawn.size
+    assert not np.array_equal(places(4), drawn) and PLACE_DIM != SEGMENT_DIM
 
 
 # --- additivity ---------------------------------------------------------------------------------
@@ -230,9 +259,9 @@ def test_more_rows_than_are_weighted_at_once_add_up() -> None:
 
 
 def test_long_rows_add_up_across_segments() -> None:
-    width = 5 * SEGMENT // 4
+    width = 5 * BYTES // 4
     words = random_words((2, width), 2)  # two segments and a half
-    for at in (1, SEGMENT // 2 - 1, SEGMENT // 2, SEGMENT + 1):
+    for at in (1, BYTES // 2 - 1, BYTES // 2, BYTES + 1):
         left, right = Box.of((0, 0), (2, at)), Box.of((0, at), (2, width - at))
         assert fingerprint(words[:, :at], left) + fingerprint(words[:, at:], right) == fingerprint(words)
 
@@ -380,7 +409,7 @@ def test_the_group_and_its_bytes() -> None:
     assert Fingerprint.decode(bytes(a)) == a
 
 
-@pytest.mark.parametrize("data", [b"", bytes(127), bytes(129), b"\xff" * 128])
+@pytest.mark.parametrize("data", [b"", bytes(23), bytes(25), b"\xff" * 24])
 def test_bytes_of_no_fingerprint_are_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match="residue"):
         Fingerprint.decode(data)

@@ -19,7 +19,7 @@ def lines_of(script: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_the_benchmark_of_fingerprints_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     head, *rows, last = lines_of("fingerprint.py", capsys)
     assert "time over a copy" in head
-    assert rows[0].startswith("torch copy_") and rows[0].split()[-1] == "1.00" and len(rows) == 19
+    assert rows[0].startswith("torch copy_") and rows[0].split()[-1] == "1.00" and len(rows) == 24
     assert all(float(row.split()[-2]) > 0 for row in rows)
     assert last.startswith("verify.sums of ") and last.endswith(" us a copy")
 

@@ -1,4 +1,4 @@
-"""Fingerprints in torch's int64 are those of numpy, on every device that is there."""
+"""Fingerprints by torch alone are those of numpy, on every device that is there."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from hypothesis import strategies as st
 
 from shardweave.errors import DtypeError, OutsideError
 from shardweave.layout import Box
-from shardweave.layout.fingerprint import LANES, NOTHING, SEGMENT, Fingerprint, fingerprint, lanes_of
+from shardweave.layout.exact_sums import LANES, Words
+from shardweave.layout.fingerprint import (
+    MODULUS,
+    NOTHING,
+    SEGMENT,
+    Fingerprint,
+    fingerprint,
+    lanes_of,
+)
 from shardweave.refit import device
 
 DTYPES = [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
+
+BYTES = 4 * SEGMENT
+"""Of a segment."""
 
 has_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -50,45 +61,48 @@ def test_torch_alone_gives_what_numpy_gives(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows_and_other_strides(dtype: torch.dtype) -> None:
-    for at in (0, 1, SEGMENT - 3, SEGMENT - 5):
-        tensor = random_tensor((3, 2 * SEGMENT + 11), dtype)
+    for at in (0, 1, BYTES - 3, BYTES - 5):
+        tensor = random_tensor((3, 2 * BYTES + 11), dtype)
         box = Box.of((5, at), tuple(tensor.shape))
         assert alone(tensor, box) == fingerprint(tensor, box)
     turned = random_tensor((7, 5, 6), dtype).permute(2, 0, 1)
     assert alone(turned) == fingerprint(turned)
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["integer product", "int64"])
+@pytest.mark.parametrize("exact", [True, False], ids=["doubles", "int64"])
 def test_both_products_are_the_same(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most negative bytes, in several blocks, and fewer and narrower rows than the product takes."""
-    monkeypatch.setattr(device, "_BLOCK_BYTES", 3 * SEGMENT)
+    """The most negative words, in several blocks, and rows of part of a word."""
+    monkeypatch.setattr(device, "_BLOCK_WORDS", 3 * SEGMENT)
     monkeypatch.setattr(device, "_is_exact", lambda on: exact)
-    for shape in ((8, SEGMENT), (40, 12), (3, 7)):
+    for shape in ((8, BYTES), (40, 12), (3, 7), (4, 1)):
         for tensor in (torch.full(shape, -128, dtype=torch.int8), random_tensor(shape, torch.bfloat16)):
             assert alone(tensor) == fingerprint(tensor)
+    lowest = torch.full((8, SEGMENT), -(1 << 31), dtype=torch.int32)
+    assert alone(lowest) == fingerprint(lowest)
 
 
 def test_the_largest_sums_do_not_overflow() -> None:
-    """More rows than are summed at once, and the largest residues."""
+    """More rows than are summed at once, and the largest sums."""
     tall = torch.full(((1 << 16) + 3, 2), -(1 << 31), dtype=torch.int32)
     assert alone(tall) == fingerprint(tall)
-    residues = torch.full((2, 1, 1 << 16, LANES), (1 << 61) - 2, dtype=torch.int64)
-    numbers = torch.full((1, 1, 1 << 16, LANES), 1 << 15, dtype=torch.int64)
-    expected = (1 << 16) * (1 << 15) * -1 % ((1 << 61) - 1)
-    assert device._fold(residues, numbers).tolist() == [[[expected] * LANES]] * 2
+    for one in (-(1 << 62), (1 << 62) - 1, MODULUS - 1):
+        sums = torch.full((2, 1, 1 << 15, LANES), one, dtype=torch.int64)
+        numbers = torch.full((1, 1, 1 << 15, LANES), 1 << 27, dtype=torch.int64)
+        expected = (1 << 15) * (1 << 27) * one % MODULUS
+        assert device._fold(sums, numbers).tolist() == [[[expected] * LANES]] * 2
 
 
 def test_a_device_without_an_exact_product_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    product = torch._int_mm
+    product = device._doubles
 
-    def refusing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    def without(rows: torch.Tensor, table: Words) -> torch.Tensor:
+        raise TypeError("this device has no doubles")
 
     try:
-        for wrong in (lambda a, b: product(a, b).clamp(min=-(1 << 24)), refusing):
+        for wrong in (lambda rows, table: product(rows, table).float().to(torch.int64), without):
             device._is_exact.cache_clear()
-            monkeypatch.setattr(torch, "_int_mm", wrong)
+            monkeypatch.setattr(device, "_doubles", wrong)
             assert not device._is_exact(cpu)
     finally:
         device._is_exact.cache_clear()
@@ -106,9 +120,9 @@ def test_the_cpu_and_empty_tensors() -> None:
 
 def test_stacked_parts_are_those_of_numpy() -> None:
     """Indices of their own in the first dim, those of all in the second."""
-    tensor = random_tensor((3, 2, 5, 2 * SEGMENT + 6), torch.bfloat16)
+    tensor = random_tensor((3, 2, 5, 2 * BYTES + 6), torch.bfloat16)
     outer = [np.array([[4, 5], [0, 9], [1, 2]]), np.arange(7, 12)[None]]
-    columns = range(3, 2 * SEGMENT + 9)
+    columns = range(3, 2 * BYTES + 9)
     wanted = lanes_of(tensor, outer, columns, key=2)
     assert np.array_equal(device.on_device(tensor, outer, columns, key=2), wanted)
     assert np.array_equal(device.lanes_of(tensor, outer, columns, key=2), wanted)
@@ -117,6 +131,6 @@ def test_stacked_parts_are_those_of_numpy() -> None:
 @has_cuda
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cuda_tensor_is_fingerprinted_where_it_is(dtype: torch.dtype) -> None:
-    tensor = random_tensor((3, 67, 2 * SEGMENT + 11), dtype)
+    tensor = random_tensor((3, 67, 2 * BYTES + 11), dtype)
     box = Box.of((2, 1, 7), tuple(tensor.shape))
     assert device.fingerprint_of(tensor.cuda(), box) == fingerprint(tensor, box)

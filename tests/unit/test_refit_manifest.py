@@ -39,14 +39,14 @@ from shardweave.layout import (
     prove,
     whole,
 )
-from shardweave.layout.fingerprint import NOTHING, fingerprint
+from shardweave.layout.fingerprint import NOTHING, NUM_BYTES, fingerprint
 from shardweave.models import from_config
 from shardweave.plan import empty, materialise, plan, simulate
 from shardweave.refit import Manifest, decode, encode, fingerprints_of, merge, part_of
 from shardweave.refit import manifest as module
 from shardweave.testing.strategies import layouts
 
-MAGIC = b"shardweave.manifest/1\n"
+MAGIC = b"shardweave.manifest/2\n"
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -239,8 +239,8 @@ def test_bytes_after_the_end_are_refused() -> None:
         (3, -1, GeometryError),
         (3, 1.0, FormatError),
         (4, [b""], FormatError),
-        (4, [b"\xff" * 128] * 4, FormatError),
-        (4, [b"\0" * 128] * 4, GeometryError),
+        (4, [b"\xff" * NUM_BYTES] * 4, FormatError),
+        (4, [b"\0" * NUM_BYTES] * 4, GeometryError),
         (5, -1, GeometryError),
     ],
 )

@@ -1,27 +1,27 @@
 """Fingerprints of content that add up over boxes.
 
-The fingerprint of a box of a tensor is a sum over its bytes: each byte times a weight that depends on where
+The fingerprint of a box of a tensor is a sum over its words: each word times a weight that depends on where
 it is in the whole tensor. Boxes that tile a tensor therefore add up to the whole, in whatever layout they
 lie, and a part of a read is checked against the parts that somebody published. No two places have the same
 weight, so that a moved word, a swapped row or a swapped pair is seen, which a sum, or a sum weighted by
 position in a block, does not do.
 
-**Definition.** Bytes are those of the elements in little-endian order, as signed integers. A row, which is
-along the last dim, is cut into segments of ``SEGMENT`` bytes. The weight of a byte is the product of small
-keyed numbers: one for its place in the segment, one for the segment, and one for each dim but the last.
-There are ``LANES`` such weights. Sums are taken modulo the prime ``MODULUS``.
+**Definition.** A row, which is along the last dim, is the bytes of its elements in little-endian order, read
+as signed words of 32 bits. It is cut into segments of ``SEGMENT`` words. The weight of a word is the product
+of keyed numbers: one for its place in the segment, one for the segment, and one for each dim but the last.
+There are ``LANES`` such weights. Sums are taken modulo the prime ``MODULUS``. An element that fills a part of
+a word is that part, and the rest is zero: elements of one word add up to it, whichever boxes they are in.
 
 **Bound.** A lane is a polynomial of degree one in each of its independent numbers. A place in the segment
-takes one of 64 numbers, a segment and the index of each other dim one of 2**16. Two different contents agree
-in a lane with probability at most ``1/64 + dims/2**16``, and in all lanes below 2**-95. One changed element
-is always seen: in any eight bytes in a row the places' numbers, modulo 2 and in eight lanes, are the unit
-matrix, so that no change of them is lost in all of these. This guards against mistakes and damage; the
-numbers come from a mixer that is not made to withstand an attacker who knows the key.
+takes one of 2**21 numbers, a segment and the index of each other dim one of 2**27. Two different contents
+agree in a lane with probability at most ``2**-21 + dims * 2**-27``, and in all lanes below 2**-62. One
+changed element is always seen: the places' numbers of two words in a row, modulo 2 and in their two lanes,
+are the unit matrix, so that no change of an element, which has two words at most, is lost in both. This
+guards against mistakes and damage; the numbers come from a mixer that is not made to withstand an attacker
+who knows the key.
 
-**Cost.** Almost all of it is one product of two matrices of small integers, the bytes and the numbers of
-their places, which processors have instructions for; what is left is a few operations a segment. Where torch
-is loaded its integer product is used, which is exact; otherwise single-precision floats, whose every partial
-sum is an integer of at most 24 bits. The bits are the same.
+**Cost.** Almost all of it is one product of a row's words and the numbers of their places, in ``exact_sums``;
+what is left is a few operations a segment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,33 +41,38 @@ from numpy.typing import NDArray
 from shardweave.errors import DtypeError, FormatError, OutsideError
 from shardweave.layout.box import Box
 from shardweave.layout.buffer import Buffer
+from shardweave.layout.exact_sums import (
+    LANES,
+    MOST_TERMS,
+    MOST_WORDS,
+    NUMBER_BITS,
+    THIRD_BITS,
+    WEIGHT_BITS,
+    Words,
+    row_sums,
+    weighted_thirds,
+)
 from shardweave.layout.table import Ints
 from shardweave.layout.tensor import Tensor
 
 MODULUS = (1 << 61) - 1
-LANES = 16
-SEGMENT = 4096
-"""Bytes of a row that have numbers of their own; a longer row is several segments."""
-SEGMENT_DIM, BYTE_DIM = 1 << 32, (1 << 32) + 1
+NUM_BYTES = 8 * LANES
+"""Of a fingerprint."""
+SEGMENT = MOST_WORDS
+"""Words of a row that have numbers of their own; a longer row is several segments."""
+WORD = 4
+"""Bytes of a word."""
+SEGMENT_DIM, PLACE_DIM = 1 << 32, (1 << 32) + 1
 """Where the numbers of segments and of places in them are among those of dims."""
 
-_EXACT = 2048
-"""Products of a byte (2**7) and a number of a place (2**6) whose sum is exact in float32 (2**24)."""
-_BLOCK_BYTES = 1 << 20
-"""Bytes that are multiplied at once: a part of the second-level cache."""
-_CACHE_LINE = 64
-"""Bytes that are read by reading any of them."""
-_MOST_ROWS = 1 << 12
-"""Rows whose sums are weighted at once."""
-_TILE = 1 << 9
-"""Columns that are gathered at once where they do not lie side by side, so that a cache line is read once."""
-_NUMBERS = 1 << 12
+_TILE, _STRIP = 1 << 9, 8
+"""Rows, and elements of each, that are gathered at once where they lie apart: few pages, whole lines."""
+_LEAST_ROWS = 1 << 6
+"""Rows that are kept together though each has many segments."""
+_NUMBERS = MOST_TERMS
 """Indices of a dim whose numbers are kept together."""
-LOW = 31
-"""The bits of a residue of 61 that are multiplied at once."""
 
-_Words = NDArray[Any]
-Sums = NDArray[np.int32]
+_Elements = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,11 @@ class Fingerprint:
             FormatError: The bytes are none.
         """
         lanes = tuple(int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8))
-        if len(data) != 8 * LANES or max(lanes) >= MODULUS:
+        if len(data) != NUM_BYTES or max(lanes) >= MODULUS:
             raise FormatError(
                 "a fingerprint is a residue for each lane",
                 where=f"{len(data)} bytes",
-                equation=f"bytes({len(data)}) != 8 * lanes({LANES}), or a lane is not below {MODULUS}",
+                equation=f"bytes({len(data)}) != {NUM_BYTES}, or a lane is not below {MODULUS}",
                 hint="ask its publisher for the fingerprint again",
             )
         return cls(lanes)
@@ -124,14 +129,14 @@ def fingerprint(array: Any, box: Box | None = None, *, key: int = 0) -> Fingerpr
         It depends on the bits of the elements and on their indices, not on strides, memory or dtype.
 
     Args:
-        array: The elements, a numpy array or a torch tensor on the CPU, with words of 1, 2, 4 or 8 bytes.
+        array: The elements, a numpy array or a torch tensor on the CPU, of 1, 2, 4 or 8 bytes each.
             Its dims are in the tensor's order: where they are stored in another, pass a transposed view.
         box: Where they are in the tensor; at its beginning by default.
         key: Which family of weights. Fingerprints of different keys say nothing about each other.
 
     Raises:
         OutsideError: The array does not have the shape of the box.
-        DtypeError: Words of another size.
+        DtypeError: Elements of another size.
 
     >>> whole = np.arange(30, dtype=np.uint16).reshape(5, 6)
     >>> left, right = Box.of((0, 0), (5, 4)), Box.of((0, 4), (5, 2))
@@ -140,10 +145,10 @@ def fingerprint(array: Any, box: Box | None = None, *, key: int = 0) -> Fingerpr
     >>> fingerprint(whole) == fingerprint(whole[[1, 0, 2, 3, 4]])
     False
     """
-    words = words_of(array)
-    *outer, columns = place_of(words.shape, box).dims or (range(1),)
-    words = words.reshape(1, *words.shape) if words.ndim else words.reshape(1, 1)
-    lanes = lanes_of(words, [np.arange(r.start, r.stop, r.step)[None] for r in outer], columns, key=key)
+    elements = elements_of(array)
+    *outer, columns = place_of(elements.shape, box).dims or (range(1),)
+    elements = elements.reshape(1, *elements.shape) if elements.ndim else elements.reshape(1, 1)
+    lanes = lanes_of(elements, [np.arange(r.start, r.stop, r.step)[None] for r in outer], columns, key=key)
     return Fingerprint(tuple(lanes[0].tolist()))
 
 
@@ -161,32 +166,26 @@ def lanes_of(array: Any, outer: Sequence[Ints], columns: range, *, key: int = 0)
 
     Raises:
         OutsideError: The array does not have the shape that the indices say.
-        DtypeError: Words of another size.
+        DtypeError: Elements of another size.
     """
-    words = words_of(array)
-    said = (len(words), *(each.shape[1] for each in outer), len(columns))
-    if words.shape != said or any(len(each) not in (1, len(words)) for each in outer):
+    elements = elements_of(array)
+    said = (len(elements), *(each.shape[1] for each in outer), len(columns))
+    if elements.shape != said or any(len(each) not in (1, len(elements)) for each in outer):
         raise OutsideError(
             "stacked parts have indices in each dim",
-            where=f"{len(words)} parts",
-            equation=f"array{words.shape} != indices{said}",
+            where=f"{len(elements)} parts",
+            equation=f"array{elements.shape} != indices{said}",
             hint="stack the parts along a new first dim, and give the indices of one or of all",
         )
-    total = np.zeros((len(words), LANES), dtype=np.int64)
-    if words.size:
-        size = SEGMENT // words.itemsize
-        most = size if words.strides[-1] == words.itemsize else _TILE
-        for at, segments, inside in segments_of(columns, size, most):
-            part = words[..., at].reshape(*words.shape[:-1], len(segments), len(inside))
-            dims = [*enumerate(outer), (SEGMENT_DIM, np.array(segments)[None])]
-            total = (total + _weighted(part, dims, places_of(inside, words.itemsize, key), key)) % MODULUS
-    return total
+    if not elements.size:
+        return np.zeros((len(elements), LANES), dtype=np.int64)
+    return _weighted(elements, list(enumerate(outer)), columns, key)
 
 
 def total_of(lanes: Ints) -> Fingerprint:
     """The sum of many fingerprints, ``(parts, LANES)``."""
-    low, high = (lanes & (1 << LOW) - 1).sum(axis=0).tolist(), (lanes >> LOW).sum(axis=0).tolist()
-    return Fingerprint(tuple((a + (b << LOW)) % MODULUS for a, b in zip(low, high, strict=True)))
+    low, high = (lanes & (1 << 31) - 1).sum(axis=0).tolist(), (lanes >> 31).sum(axis=0).tolist()
+    return Fingerprint(tuple((a + (b << 31)) % MODULUS for a, b in zip(low, high, strict=True)))
 
 
 def place_of(shape: tuple[int, ...], box: Box | None) -> Box:
@@ -221,16 +220,16 @@ def held(buffer: Buffer, arrays: Mapping[str, Any], *, key: int = 0) -> dict[Ten
     back = tuple(int(i) for i in np.argsort((*buffer.separate, *buffer.stacked)))
     pieces = list(buffer.pieces())
     for name, positions in buffer.members():
-        words = words_of(arrays[name])
-        if words.shape != buffer.shape:
+        elements = elements_of(arrays[name])
+        if elements.shape != buffer.shape:
             raise OutsideError(
                 "a stored array has the shape that its buffer says",
                 where=f"array {name!r}",
-                equation=f"array{words.shape} != buffer{buffer.shape}",
+                equation=f"array{elements.shape} != buffer{buffer.shape}",
                 hint="describe the state with the layout that it was made by",
             )
         # A dim of one index for each separate index dim, then all in the tensor's order.
-        words = words.reshape(*(1 for _ in positions), *words.shape).transpose(back)
+        elements = elements.reshape(*(1 for _ in positions), *elements.shape).transpose(back)
         place = dict(zip(buffer.separate, positions, strict=True))
         for piece in pieces:
             if all(at in piece.at.dims[d] for d, at in place.items()):
@@ -238,15 +237,15 @@ def held(buffer: Buffer, arrays: Mapping[str, Any], *, key: int = 0) -> dict[Ten
                 for d, position in place.items():
                     i = piece.at.dims[d].index(position)
                     dims[d], at[d] = dims[d][i : i + 1], slice(0, 1)
-                found[piece.tensor] += fingerprint(words[tuple(at)], Box(tuple(dims)), key=key)
+                found[piece.tensor] += fingerprint(elements[tuple(at)], Box(tuple(dims)), key=key)
     return found
 
 
-def words_of(array: Any) -> _Words:
-    """An array's words as unsigned integers: a view of a numpy array or of a torch tensor on the CPU.
+def elements_of(array: Any) -> _Elements:
+    """An array's elements as unsigned integers: a view of a numpy array or of a torch tensor on the CPU.
 
     Raises:
-        DtypeError: Words of another size than 1, 2, 4 or 8 bytes, or not in this machine's order.
+        DtypeError: Elements of another size than 1, 2, 4 or 8 bytes, or not in this machine's order.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -257,7 +256,7 @@ def words_of(array: Any) -> _Words:
     size = found.dtype.itemsize
     if size not in (1, 2, 4, 8) or found.dtype.hasobject or not found.dtype.isnative:
         raise DtypeError(
-            "the words of a fingerprint have 1, 2, 4 or 8 bytes, in this machine's order",
+            "the elements of a fingerprint have 1, 2, 4 or 8 bytes, in this machine's order",
             where=f"an array of {found.dtype}",
             equation=f"itemsize({size})",
             hint="view the array as unsigned integers of one of these sizes",
@@ -268,8 +267,8 @@ def words_of(array: Any) -> _Words:
 # --- numbers ------------------------------------------------------------------------------------
 
 
-def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float32]:
-    """The small keyed numbers of some indices of a dim, from -2**15 to 2**15 without 0.
+def numbers(key: int, dim: int, indices: Ints) -> Ints:
+    """The keyed numbers of some indices of a dim, from 1 to 2**27.
 
     Args:
         key: The key.
@@ -280,10 +279,10 @@ def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float32]:
         ``(rows, n, LANES)``.
     """
     if not indices.size:
-        return np.empty((*indices.shape, LANES), dtype=np.float32)
+        return np.empty((*indices.shape, LANES), dtype=np.int64)
     first, last = int(indices.min()), int(indices.max())
     if last - first > 2 * indices.size + _NUMBERS:
-        return _from_bits(_bits(key, dim, indices))
+        return _drawn(key, dim, indices)
     blocks = range(first // _NUMBERS, last // _NUMBERS + 1)
     kept = [_kept(key, dim, block) for block in blocks]
     table = kept[0] if len(kept) == 1 else np.concatenate(kept)
@@ -293,38 +292,33 @@ def numbers(key: int, dim: int, indices: Ints) -> NDArray[np.float32]:
 
 
 @functools.lru_cache(maxsize=128)
-def _kept(key: int, dim: int, block: int) -> NDArray[np.float32]:
-    return _from_bits(_bits(key, dim, np.arange(block * _NUMBERS, (block + 1) * _NUMBERS)))
+def _kept(key: int, dim: int, block: int) -> Ints:
+    return _drawn(key, dim, np.arange(block * _NUMBERS, (block + 1) * _NUMBERS))
 
 
-def _from_bits(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    found = bits.astype(np.float32)
-    found -= 1 << 15
-    found += found >= 0
-    return found
+def _drawn(key: int, dim: int, indices: Ints) -> Ints:
+    return (_bits(key, dim, indices) >> np.uint64(64 - WEIGHT_BITS)).astype(np.int64) + 1
 
 
 @functools.lru_cache(maxsize=8)
-def places(key: int) -> NDArray[np.int8]:
-    """The numbers of the bytes of a segment, ``(SEGMENT, LANES)``.
+def places(key: int) -> Words:
+    """The numbers of the words of a segment, ``(LANES, SEGMENT)``, of ``NUMBER_BITS`` bits with their sign.
 
-    They are from -64 to 63: two products with a byte that was made unsigned fit 16 bits, which processors
-    without newer instructions add up in. Byte ``i`` is odd in the lanes that are ``i`` modulo 8, else even.
+    Word ``i`` is odd in the lane that is ``i`` modulo ``LANES``, else even.
     """
     at = np.arange(SEGMENT)
-    even = 2 * ((_bits(key, BYTE_DIM, at) & 63).astype(np.int8) - np.int8(32))
-    found: NDArray[np.int8] = even + (at[:, None] % 8 == np.arange(LANES) % 8)
-    return found.astype(np.int8)
+    drawn = (_bits(key, PLACE_DIM, at) >> np.uint64(65 - NUMBER_BITS)).astype(np.int64)
+    even = 2 * drawn - (1 << NUMBER_BITS - 1)
+    found = even + (at[:, None] % LANES == np.arange(LANES))
+    return np.ascontiguousarray(found.T, dtype=np.int32)
 
 
-def _bits(key: int, dim: int, indices: Ints) -> NDArray[np.uint16]:
-    """Sixteen bits for each index and lane."""
+def _bits(key: int, dim: int, indices: Ints) -> NDArray[np.uint64]:
+    """Sixty-four bits for each index and lane."""
     with np.errstate(over="ignore"):
         seed = _mix(_mix(np.array([key & (1 << 64) - 1], dtype=np.uint64)) + np.uint64(dim))
-        # A mixed word is the bits of four lanes.
-        steps = np.arange(LANES // 4, dtype=np.uint64)
-        words = indices.astype(np.uint64)[..., None] * np.uint64(LANES // 4) + steps
-        return _mix(words + seed).astype("<u8").view("<u2")
+        lanes = np.arange(LANES, dtype=np.uint64)
+        return _mix(indices.astype(np.uint64)[..., None] * np.uint64(LANES) + lanes + seed)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -337,146 +331,149 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
+# --- words --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a row, and the words that they are.
+
+    Args:
+        at: Which elements.
+        segments: Which segments, all of them with the same places.
+        places: The places of the words in each of these.
+        within: Where each element is in a word of its own; None where elements fill their words.
+    """
+
+    at: slice
+    segments: range
+    places: Ints
+    within: Ints | None
+
+
+def pieces(columns: range, itemsize: int, most: int) -> Iterator[Piece]:
+    """A row cut where segments begin, and into elements that fill words and those that do not.
+
+    Args:
+        columns: The elements' indices.
+        itemsize: Bytes of an element.
+        most: How many segments a piece may have.
+    """
+    count, each = len(columns), max(WORD // itemsize, 1)
+    head = min(-columns.start % each, count) if columns.step == 1 else count
+    tail = (count - head) % each
+    yield from _single(columns, range(head), itemsize)
+    word, end = ((columns.start + i) * itemsize // WORD for i in (head, count - tail))
+    at = head
+    while word < end:
+        segment, first = divmod(word, SEGMENT)
+        width = min(end - word, SEGMENT - first)
+        turns = min((end - word) // SEGMENT, most) if width == SEGMENT else 1
+        elements = turns * width * WORD // itemsize
+        yield Piece(
+            slice(at, at + elements), range(segment, segment + turns), np.arange(first, first + width), None
+        )
+        at, word = at + elements, word + turns * width
+    yield from _single(columns, range(count - tail, count), itemsize)
+
+
+def _single(columns: range, which: range, itemsize: int) -> Iterator[Piece]:
+    """Elements that do not fill the words that they are in, each in a word of its own; or in two."""
+    at, size = which.start, SEGMENT * WORD // itemsize
+    while at < which.stop:
+        segment, first = divmod(columns[at], size)
+        count = min(which.stop - at, (size - 1 - first) // columns.step + 1)
+        inside = np.arange(count) * columns.step + first
+        words = inside[:, None] * itemsize // WORD + np.arange(max(itemsize // WORD, 1))
+        within = inside % (WORD // itemsize) if itemsize < WORD else None
+        yield Piece(slice(at, at + count), range(segment, segment + 1), words.reshape(-1), within)
+        at += count
+
+
+def _in_words(elements: _Elements, within: Ints | None) -> Words:
+    """Elements ``(..., n)`` as the words of their piece, ``(..., words)``."""
+    size, width = elements.itemsize, elements.shape[-1]
+    if within is not None:
+        words = np.zeros((*elements.shape, WORD // size), dtype=elements.dtype)
+        words[..., np.arange(width), within] = elements
+        return words.view(np.int32)[..., 0]
+    if elements.strides[-1] == size:
+        return elements.view(np.int32)
+    together = np.empty(elements.shape, dtype=elements.dtype)
+    for at in range(0, width, _STRIP):
+        together[..., at : at + _STRIP] = elements[..., at : at + _STRIP]
+    return together.view(np.int32)
+
+
 # --- sums ---------------------------------------------------------------------------------------
 
 
-def segments_of(columns: range, size: int, most: int) -> Iterator[tuple[slice, range, range]]:
-    """A range cut where segments of ``size`` begin, and after ``most`` indices.
-
-    Each piece is places in the range, segments, and indices in each of them.
-    """
-    at = 0
-    while at < len(columns):
-        segment, first = divmod(columns[at], size)
-        count = min(len(columns) - at, (size - 1 - first) // columns.step + 1, most)
-        turns = (len(columns) - at) // size if columns.step == 1 and count == size else 1
-        yield (
-            slice(at, at + turns * count),
-            range(segment, segment + turns),
-            range(first, first + (count - 1) * columns.step + 1, columns.step),
-        )
-        at += turns * count
-
-
-def places_of(inside: range, itemsize: int, key: int) -> NDArray[np.int8]:
-    """The numbers of the bytes of some elements of a segment, ``(len(inside) * itemsize, LANES)``."""
-    table = places(key).reshape(-1, itemsize, LANES)
-    return table[inside.start : inside.stop : inside.step].reshape(-1, LANES)
-
-
-def _weighted(words: _Words, dims: Sequence[tuple[int, Ints]], table: NDArray[np.int8], key: int) -> Ints:
-    """What parts of one segment come to, ``(parts, LANES)``: each row's sum times the numbers of its dims.
+def _weighted(elements: _Elements, dims: Sequence[tuple[int, Ints]], columns: range, key: int) -> Ints:
+    """What parts come to, ``(parts, LANES)``.
 
     Args:
-        words: ``(parts, *lengths, columns)``.
+        elements: ``(parts, *lengths, columns)``.
         dims: For each length which dim it is, and its indices, ``(parts or 1, length)``.
-        table: The numbers of the bytes of a row.
+        columns: The indices in the last dim.
         key: The key.
     """
-    lengths = words.shape[:-1]
-    if math.prod(lengths) > _MOST_ROWS:  # in halves of the longest dim
+    lengths = elements.shape[:-1]
+    segments = len(columns) * elements.itemsize // (SEGMENT * WORD) + 1
+    side_by_side = elements.strides[-1] == elements.itemsize
+    most = max(MOST_TERMS // segments, _LEAST_ROWS) if side_by_side else _TILE
+    if math.prod(lengths) > most:  # in halves of the longest dim
         d = max(range(len(lengths)), key=lengths.__getitem__)
         halves = []
         for at in (slice(lengths[d] // 2), slice(lengths[d] // 2, None)):
             mine = [(dim, i[at] if d == 0 and len(i) > 1 else i) for dim, i in dims]
             if d:
                 mine[d - 1] = (dims[d - 1][0], dims[d - 1][1][:, at])
-            halves.append(_weighted(words[(slice(None),) * d + (at,)], mine, table, key))
+            halves.append(_weighted(elements[(slice(None),) * d + (at,)], mine, columns, key))
         return (halves[0] + halves[1]) % MODULUS if d else np.concatenate(halves)
-    # The longest dim first: what is left for the others is the shorter.
-    order = sorted(range(len(dims)), key=lambda d: -lengths[1 + d])
-    sums = np.moveaxis(_products(words, table), [1 + d for d in order], range(1, len(lengths)))
-    first, *others = (numbers(key, *dims[d]) for d in order)
-    # At most _MOST_ROWS sums of 25 bits, times 16: exact in float64.
-    found: Ints = _fold(sums.astype(np.float64), first.astype(np.float64)).astype(np.int64)
-    for each in others:
-        # Summands of up to 62 bits are multiplied by halves. The upper half's sum times 2**31 is a rotation
-        # of its 61 bits, for 2**61 is 1.
-        weights = each.astype(np.int64)
-        low = _fold(found & (1 << LOW) - 1, weights) % MODULUS
-        high = _fold(found >> LOW, weights) % MODULUS
-        found = (low + ((high & (1 << 61 - LOW) - 1) << LOW | high >> 61 - LOW)) % MODULUS
-    return found
+    total = np.zeros((len(elements), LANES), dtype=np.int64)
+    most = MOST_TERMS // math.prod(lengths) if side_by_side else 1
+    for piece in pieces(columns, elements.itemsize, most):
+        words = _in_words(elements[..., piece.at], piece.within)
+        words = words.reshape(*lengths, len(piece.segments), len(piece.places))
+        sums = _row_sums(words, places(key)[:, piece.places])
+        mine = [*dims, (SEGMENT_DIM, np.arange(piece.segments.start, piece.segments.stop)[None])]
+        # The longest dim first: what is left for the others is the shorter.
+        order = sorted(range(len(mine)), key=lambda d: -sums.shape[1 + d])
+        sums = np.moveaxis(sums, [1 + d for d in order], range(1, len(mine) + 1))
+        for d in order:
+            sums = _fold(sums, numbers(key, *mine[d]))
+        total = (total + sums) % MODULUS
+    return total
 
 
-def _fold(sums: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]:
-    """The weighted sum over the second dim."""
-    parts, length, *rest, _ = sums.shape
-    folded = np.einsum("plrk,plk->prk", sums.reshape(parts, length, -1, LANES), weights)
-    return np.asarray(folded).reshape(parts, *rest, LANES)
-
-
-# --- the product --------------------------------------------------------------------------------
-
-
-def _products(words: _Words, table: NDArray[np.int8]) -> Sums:
-    """The bytes of rows times their numbers, exactly: ``(*lengths, LANES)`` of ``(*lengths, columns)``."""
-    *lengths, columns = words.shape
+def _row_sums(words: Words, table: Words) -> Ints:
+    """As ``row_sums``, for rows in any number of dims: ``(*lengths, LANES)`` of ``(*lengths, words)``."""
+    *lengths, width = words.shape
     steps = [(n, stride) for n, stride in zip(lengths, words.strides, strict=False) if n > 1]
     if any(stride != n * inner for (_, stride), (n, inner) in itertools.pairwise(steps)):
         # Rows that are not one matrix as they lie are several.
         shortest = min((d for d, n in enumerate(lengths) if n > 1), key=lengths.__getitem__)
         parts = np.moveaxis(words, shortest, 0)
-        return np.stack([_products(part, table) for part in parts], axis=shortest)
-    stride = steps[-1][1] if steps else columns * words.itemsize
-    rows = as_strided(words, (math.prod(lengths), columns), (stride, words.strides[-1]))
-    sums = np.empty((len(rows), LANES), dtype=np.int32)
-    side_by_side = words.strides[-1] == words.itemsize and stride >= 0
-    multiply = _kernel()
-    step = max(_BLOCK_BYTES // len(table), 1) if not side_by_side else len(rows)
-    for start in range(0, len(rows), step):
-        block = rows[start : start + step]
-        block = block if side_by_side else np.ascontiguousarray(block)
-        multiply(block.view(np.int8), table, sums[start : start + step])
-    return sums.reshape(*lengths, LANES)
+        return np.stack([_row_sums(part, table) for part in parts], axis=shortest)
+    stride = steps[-1][1] if steps else width * WORD
+    rows = as_strided(words, (math.prod(lengths), width), (stride, words.strides[-1]))
+    return row_sums(rows, table).reshape(*lengths, LANES)
 
 
-_Kernel = Callable[[NDArray[np.int8], NDArray[np.int8], Sums], None]
+def _fold(sums: Ints, weights: Ints) -> Ints:
+    """The weighted sum over the second dim, modulo ``MODULUS``: ``(parts, *rest, LANES)``.
+
+    Args:
+        sums: ``(parts, length, *rest, LANES)``, from ``-2**62`` to ``2**62``.
+        weights: ``(parts or 1, length, LANES)``.
+    """
+    parts, length, *rest, _ = sums.shape
+    high, middle, low = weighted_thirds(sums.reshape(parts, length, -1, LANES), weights)
+    found: Ints = (turned((turned(high % MODULUS) + middle) % MODULUS) + low) % MODULUS
+    return found.reshape(parts, *rest, LANES)
 
 
-def _kernel() -> _Kernel:
-    """What multiplies: torch where it is loaded and exact, numpy otherwise."""
-    torch = sys.modules.get("torch")
-    return _multiply_in_torch if torch is not None and _is_exact(torch) else _multiply
-
-
-def _multiply(rows: NDArray[np.int8], table: NDArray[np.int8], out: Sums) -> None:
-    """The product in single precision; no sum is of more than ``_EXACT`` bytes."""
-    out[...] = 0
-    floats = table.astype(np.float32)
-    step = max(_BLOCK_BYTES // len(table), 1)
-    for start in range(0, len(rows), step):
-        block = rows[start : start + step]
-        for at in range(0, len(table), _EXACT):
-            found = block[:, at : at + _EXACT].astype(np.float32) @ floats[at : at + _EXACT]
-            out[start : start + step] += found.astype(np.int32)
-
-
-def _multiply_in_torch(rows: NDArray[np.int8], table: NDArray[np.int8], out: Sums) -> None:
-    torch = sys.modules["torch"]
-    if not rows.flags.writeable:  # which torch does not look at without a warning
-        rows = rows.copy()
-    step = max(_BLOCK_BYTES // len(table), 1)
-    blocks = torch.from_numpy(rows).split(step), torch.from_numpy(out).split(step)
-    numbers = torch.from_numpy(table)
-    for block, sums in zip(*blocks, strict=True):
-        if len(table) < SEGMENT:
-            # The product reads many rows at once, which no processor foresees where they are short. Bytes
-            # that were just read in order are in the cache.
-            np.add.reduce(block.numpy()[:, ::_CACHE_LINE], axis=None, dtype=np.int8)
-        torch._int_mm(block, numbers, out=sums)
-
-
-@functools.cache
-def _is_exact(torch: Any) -> bool:
-    """Whether torch has the product on this processor, and it is right for the largest sums there are."""
-    rows = np.array([[-128], [127], [-1]], dtype=np.int8).repeat(SEGMENT, axis=1)
-    table = np.full((SEGMENT, LANES), -64, dtype=np.int8)
-    table[:, 1::2] = 63
-    expected, got = np.empty((2, len(rows), LANES), dtype=np.int32)
-    _multiply(rows, table, expected)
-    try:
-        _multiply_in_torch(rows, table, got)
-    except (AttributeError, RuntimeError):
-        return False
-    return np.array_equal(expected, got)
+def turned(residues: Any) -> Any:
+    """Residues times ``2**THIRD_BITS``, which turns their 61 bits, for ``2**61`` is 1."""
+    low = (1 << 61 - THIRD_BITS) - 1
+    return (residues & low) << THIRD_BITS | residues >> 61 - THIRD_BITS

@@ -1,8 +1,8 @@
 """Fingerprints of tensors where they are: the definition of ``layout.fingerprint`` on a device.
 
-Bytes meet their numbers in the device's product of small integers where it has one and is exact, in int64
-otherwise; the rest is additions, products, shifts and masks of int64, none of which overflows. Every device
-has these and gives the same bits. What crosses to the host is one integer a lane.
+Words meet their numbers in the device's product of doubles where that is exact, in int64 otherwise; the rest
+is additions, products, shifts and masks of int64, none of which overflows. Every device has these and gives
+the same bits. What crosses to the host is one integer a lane.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ import torch
 from shardweave.errors import DtypeError
 from shardweave.layout import Box
 from shardweave.layout import fingerprint as reference
-from shardweave.layout.fingerprint import (
+from shardweave.layout.exact_sums import (
     LANES,
-    LOW,
+    LOW_BITS,
+    MOST_TERMS,
+    NUMBER_BITS,
+    Words,
+    in_halves,
+    in_thirds,
+)
+from shardweave.layout.fingerprint import (
     MODULUS,
     SEGMENT,
     SEGMENT_DIM,
+    WORD,
     Fingerprint,
     numbers,
+    pieces,
     place_of,
-    places_of,
-    segments_of,
+    places,
+    turned,
 )
 from shardweave.layout.table import Ints
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK_BYTES = 1 << 26
-"""Bytes that are multiplied at once; in int64, with their products, 1 GiB."""
-_MOST_TERMS = 1 << 16
-"""Terms of 46 bits whose sum fits an int64."""
-_LEAST_ROWS, _GRAIN = 32, 8
-"""What CUDA's integer product asks of a matrix: so many rows, and columns in such steps."""
+_ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK_WORDS = 1 << 24
+"""Words that are made doubles at once, 128 MiB; in int64, with their products, twice as much."""
 
 
 def fingerprint_of(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0) -> Fingerprint:
@@ -45,13 +50,13 @@ def fingerprint_of(tensor: torch.Tensor, box: Box | None = None, *, key: int = 0
     Law: it is ``fingerprint(tensor.cpu(), box, key=key)``.
 
     Args:
-        tensor: The elements, with words of 1, 2, 4 or 8 bytes; its dims are in the logical tensor's order.
+        tensor: The elements, of 1, 2, 4 or 8 bytes each; its dims are in the logical tensor's order.
         box: Where they are in the logical tensor; at its beginning by default.
         key: Which family of weights.
 
     Raises:
         OutsideError: The tensor does not have the shape of the box.
-        DtypeError: Words of another size.
+        DtypeError: Elements of another size.
     """
     *outer, columns = place_of(tuple(tensor.shape), box).dims or (range(1),)
     parts = tensor[None] if tensor.ndim else tensor.reshape(1, 1)
@@ -71,7 +76,7 @@ def lanes_of(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, key
         key: As for ``fingerprint_of``.
 
     Raises:
-        DtypeError: Words of another size.
+        DtypeError: Elements of another size.
     """
     if tensor.device.type == "cpu":
         return reference.lanes_of(tensor, outer, columns, key=key)
@@ -81,9 +86,9 @@ def lanes_of(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, key
 def on_device(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, key: int = 0) -> Ints:
     """As ``lanes_of``, by torch alone on any device. A tensor that is not contiguous is copied once."""
     size = tensor.element_size()
-    if size not in _WORDS:
+    if size not in _ELEMENTS:
         raise DtypeError(
-            "the words of a fingerprint have 1, 2, 4 or 8 bytes",
+            "the elements of a fingerprint have 1, 2, 4 or 8 bytes",
             where=f"a tensor of {tensor.dtype}",
             equation=f"itemsize({size})",
             hint="view the tensor as one of real numbers",
@@ -91,60 +96,70 @@ def on_device(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, ke
     parts, device = len(tensor), tensor.device
     total = torch.zeros((parts, LANES), dtype=torch.int64, device=device)
     if tensor.numel():
-        words = tensor.detach().view(_WORDS[size])
-        for at, segments, inside in segments_of(columns, SEGMENT // size, SEGMENT // size):
-            rows = words[..., at].reshape(-1, len(inside)).contiguous().view(torch.int8)
-            sums = _products(rows, _on(places_of(inside, size, key), device)).to(torch.int64)
-            for dim, indices in ((SEGMENT_DIM, np.array(segments)[None]), *reversed(list(enumerate(outer)))):
-                table = _on(numbers(key, dim, indices).astype(np.int64), device)
+        elements = tensor.detach().view(_ELEMENTS[size])
+        for piece in pieces(columns, size, most=len(columns)):
+            words = _in_words(elements[..., piece.at], piece.within).reshape(-1, len(piece.places))
+            sums = _row_sums(words, places(key)[:, piece.places])
+            segments = SEGMENT_DIM, np.array(piece.segments)[None]
+            for dim, indices in (segments, *reversed(list(enumerate(outer)))):
+                table = _on(numbers(key, dim, indices), device)
                 sums = _fold(sums.reshape(parts, -1, indices.shape[1], LANES), table[:, None])
             total = (total + sums.reshape(parts, LANES)) % MODULUS
     found: Ints = total.cpu().numpy()
     return found
 
 
-def _products(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The bytes of rows times their numbers, exactly, ``(rows, LANES)``."""
-    multiply = _integer if _is_exact(rows.device) else _wide
-    return torch.cat([multiply(block, table) for block in rows.split(max(_BLOCK_BYTES // len(table), 1))])
+def _in_words(elements: torch.Tensor, within: Ints | None) -> torch.Tensor:
+    """As in the reference: elements ``(..., n)`` as words ``(..., words)``, a contiguous copy if need be."""
+    if within is None:
+        packed, size = elements.contiguous(), elements.element_size()
+        if packed.data_ptr() % WORD or packed.storage_offset() * size % WORD:
+            packed = packed.clone()
+        return packed.view(-1).view(torch.int32).view(*packed.shape[:-1], -1)
+    words = elements.new_zeros((*elements.shape, WORD // elements.element_size()))
+    at = _on(within, elements.device)
+    words[..., torch.arange(len(at), device=at.device), at] = elements
+    return words.view(torch.int32)[..., 0]
 
 
-def _integer(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    short, ragged = max(_LEAST_ROWS - len(rows), 0), -len(table) % _GRAIN
-    if short or ragged:
-        rows = torch.nn.functional.pad(rows, (0, ragged, 0, short))
-        table = torch.nn.functional.pad(table, (0, 0, 0, ragged))
-    return torch._int_mm(rows, table)[: len(rows) - short]
+def _row_sums(rows: torch.Tensor, table: Words) -> torch.Tensor:
+    """The words of rows times their numbers, exactly, ``(rows, LANES)``."""
+    multiply = _doubles if _is_exact(rows.device) else _wide
+    return torch.cat([multiply(block, table) for block in rows.split(max(_BLOCK_WORDS // rows.shape[1], 1))])
 
 
-def _wide(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    wide = rows.to(torch.int64)
-    return torch.stack([(wide * lane).sum(dim=1) for lane in table.T.to(torch.int64)], dim=1)
+def _doubles(rows: torch.Tensor, table: Words) -> torch.Tensor:
+    halves = _on(in_halves(table), rows.device)
+    high, low = (rows.to(torch.float64) @ halves).to(torch.int64).split(LANES, dim=1)
+    found: torch.Tensor = (high << LOW_BITS) + low
+    return found
+
+
+def _wide(rows: torch.Tensor, table: Words) -> torch.Tensor:
+    lanes, wide = _on(table.astype(np.int64), rows.device), rows.to(torch.int64)
+    return torch.stack([(wide * lane).sum(dim=1) for lane in lanes], dim=1)
 
 
 @functools.cache
 def _is_exact(device: torch.device) -> bool:
-    """Whether a device has the integer product, and it is right for the largest sums there are."""
-    rows = torch.tensor([[-128], [127], [-1]], dtype=torch.int8, device=device).repeat(1, SEGMENT)
-    table = torch.tensor([[-64, 63] * (LANES // 2)], dtype=torch.int8, device=device).repeat(SEGMENT, 1)
+    """Whether a device has the product of doubles, and it is right for the largest sums there are."""
+    words = torch.tensor([[-(1 << 31)], [(1 << 31) - 1], [-1]], dtype=torch.int32, device=device)
+    largest = np.array([[-(1 << NUMBER_BITS - 1)], [(1 << NUMBER_BITS - 1) - 1], [-1]], dtype=np.int32)
+    rows, table = words.repeat(1, SEGMENT), largest.repeat(SEGMENT, axis=1)
     try:
-        return torch.equal(_integer(rows, table).to(torch.int64), _wide(rows, table))
-    except RuntimeError:  # which NotImplementedError is too
+        return torch.equal(_doubles(rows, table), _wide(rows, table))
+    except (RuntimeError, TypeError):  # a device without doubles; NotImplementedError is the first
         return False
 
 
 def _fold(sums: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The weighted sum over the third dim of ``(parts, n, indices, LANES)``, as residues.
-
-    A summand of up to 62 bits is multiplied by halves. The upper half's sum times 2**31 is a rotation of
-    its 61 bits, for 2**61 is 1.
-    """
+    """As in the reference, over the third dim of ``(parts, n, indices, LANES)``, which may be longer."""
     total = torch.zeros_like(sums[:, :, 0])
-    for part, weight in zip(sums.split(_MOST_TERMS, dim=2), table.split(_MOST_TERMS, dim=2), strict=True):
-        low = ((part & (1 << LOW) - 1) * weight).sum(dim=2) % MODULUS
-        high = ((part >> LOW) * weight).sum(dim=2) % MODULUS
-        turned = ((high & (1 << 61 - LOW) - 1) << LOW) | (high >> 61 - LOW)
-        total = ((total + low) % MODULUS + turned) % MODULUS
+    for part, weight in zip(sums.split(MOST_TERMS, dim=2), table.split(MOST_TERMS, dim=2), strict=True):
+        found = torch.zeros_like(total)
+        for third in in_thirds(part):
+            found = (turned(found) + (third * weight).sum(dim=2)) % MODULUS
+        total = (total + found) % MODULUS
     return total
 
 

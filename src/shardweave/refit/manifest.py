@@ -30,15 +30,14 @@ from shardweave.layout import (
     prove,
 )
 from shardweave.layout.dtype import itemsize
-from shardweave.layout.fingerprint import LANES, NOTHING, Fingerprint, held
+from shardweave.layout.fingerprint import NOTHING, NUM_BYTES, Fingerprint, held
 from shardweave.layout.layout import format_ranks
 
 MOST_BYTES = 1 << 24
 """The most that a manifest unpacks to: a thousand times what the largest models need."""
 
-_MAGIC = b"shardweave.manifest/1\n"
+_MAGIC = b"shardweave.manifest/2\n"
 _DIGEST_BYTES = 16
-_FINGERPRINT_BYTES = 8 * LANES
 
 
 @dataclass(frozen=True)
@@ -260,8 +259,8 @@ def decode(data: bytes) -> Manifest:
 
 
 def _fingerprints(data: bytes) -> tuple[Fingerprint, ...]:
-    steps = range(0, len(data), _FINGERPRINT_BYTES)
-    return tuple(Fingerprint.decode(data[i : i + _FINGERPRINT_BYTES]) for i in steps)
+    steps = range(0, len(data), NUM_BYTES)
+    return tuple(Fingerprint.decode(data[i : i + NUM_BYTES]) for i in steps)
 
 
 def _completed(layout: Layout) -> Layout:

@@ -3,7 +3,7 @@
 Before the move each source *seals*: for every rank that reads from it and every tensor, the sum of the
 fingerprints of all copies between the two. After the move each receiver takes the same sums of what it holds
 now, and compares. The fingerprints of a pair depend on the elements of its copies alone, in the order of the
-destination's dims, so that both sides come to the same however the elements are stored; 128 bytes for each
+destination's dims, so that both sides come to the same however the elements are stored; 24 bytes for each
 cross the wire.
 
 What is caught: bytes that were lost, moved, corrupted or never written, and a source that was changed after
@@ -29,7 +29,7 @@ import torch
 from shardweave.errors import DigestError, FormatError
 from shardweave.layout import BufferRule
 from shardweave.layout.dtype import itemsize
-from shardweave.layout.fingerprint import LANES, NOTHING, Fingerprint, total_of
+from shardweave.layout.fingerprint import NOTHING, NUM_BYTES, Fingerprint, total_of
 from shardweave.layout.table import Ints
 from shardweave.move import Schedule
 from shardweave.move.transport import Arrays, tensors
@@ -42,10 +42,9 @@ Side = Literal["src", "dst"]
 Sums = dict[tuple[int, str], Fingerprint]
 """By the rank at the other end, and the tensor."""
 
-_MAGIC = b"shardweave.sums/1\n"
+_MAGIC = b"shardweave.sums/2\n"
 _Body = tuple[list[str], list[int], list[int], bytes]
 """Names of tensors; then for each pair the rank, which name, and the fingerprint."""
-_FINGERPRINT_BYTES = 8 * LANES
 _SMALL_BYTES, _STACK_BYTES = 1 << 18, 1 << 24
 """Blocks of so many bytes are copied into stacks of so many: less than what each costs by itself."""
 
@@ -330,8 +329,8 @@ def decode_pieces(data: bytes) -> tuple[Fingerprint, ...]:
     Raises:
         FormatError: The bytes are none.
     """
-    steps = range(0, len(data), _FINGERPRINT_BYTES)
-    return tuple(Fingerprint.decode(data[at : at + _FINGERPRINT_BYTES]) for at in steps)
+    steps = range(0, len(data), NUM_BYTES)
+    return tuple(Fingerprint.decode(data[at : at + NUM_BYTES]) for at in steps)
 
 
 def _not_sums(equation: str) -> NoReturn:
