@@ -67,9 +67,12 @@ def tasks(plan: Plan, target: Manifest, mine: Container[tuple[str, int]] | None 
         max((t.num_bytes for t in map(target.tensors.__getitem__, keys) if len(t.extents) > 1), default=0)
         for keys in stored
     ]
+    families = defaultdict(list)
+    for family in plan.families:
+        families[family.dst_rule].append(family)
     for number in sorted(range(len(stored)), key=lambda number: -cut[number]):
         by_key: dict[str, list[Copy]] = defaultdict(list)
-        for copy in plan.copies(family for family in plan.families if family.dst_rule == number):
+        for copy in plan.copies(families[number]):
             copy = by_stored_keys(plan, copy)
             by_key[copy.dst_name].append(copy)
         for key, (buffer, _) in stored[number].items():
