@@ -76,6 +76,16 @@ def test_without_a_config_files_are_still_proved(sw: Run, checkpoint: Checkpoint
     assert "not looked at: model" in sw("check", src).out
 
 
+def test_names_of_the_source_prove_nothing_of_the_model(sw: Run, converted: Path) -> None:
+    done = sw("check", converted, "--config", "none", "--json")
+    assert done.code == 0
+    assert states(done.out) == {
+        "files": "proved", "model": "skipped", "coverage": "proved", "digests": "proved",
+    }  # fmt: skip
+    said = sw("check", converted, "--config", "none").out
+    assert "layers" not in said and "not looked at: model" in said
+
+
 def test_all_findings_are_named(sw: Run, converted: Path, golden, tmp_path: Path) -> None:
     """Two flipped bits in two files, and a config of another model."""
     first, *_, last = sorted(converted.glob("*.safetensors"))

@@ -26,6 +26,7 @@ from shardweave.dialects import hf
 from shardweave.errors import DigestError, ShardweaveError
 from shardweave.layout import Layout
 from shardweave.layout.holders import first_holders
+from shardweave.models.plain import FAMILY
 from shardweave.plan import plan
 from shardweave.store import digest, native, torch_crc
 from shardweave.store.manifest import Manifest
@@ -169,6 +170,11 @@ def _check_model(
     source = checked.attempt("model", lambda: open_checkpoint(root, config=config, layout=layout), _described)
     if source is None:
         return
+    if source.model.family == FAMILY:
+        checked.steps.pop()
+        checked.skip(
+            "model", f"no config describes it; {source.model.numel:,} parameters, named by the source"
+        )
     has = len(checked.findings)
     state = checked.attempt(
         "optimizer", lambda: states(source, settings=settings), lambda found: _state_said(source, found)
