@@ -431,8 +431,8 @@ def _weighted(elements: _Elements, dims: Sequence[tuple[int, Ints]], columns: ra
             halves.append(_weighted(elements[(slice(None),) * d + (at,)], mine, columns, key))
         return (halves[0] + halves[1]) % MODULUS if d else np.concatenate(halves)
     total = np.zeros((len(elements), LANES), dtype=np.int64)
-    most = MOST_TERMS // math.prod(lengths) if side_by_side else 1
-    for piece in pieces(columns, elements.itemsize, most):
+    at_once = MOST_TERMS // math.prod(lengths) if side_by_side else 1
+    for piece in pieces(columns, elements.itemsize, at_once):
         words = _in_words(elements[..., piece.at], piece.within)
         words = words.reshape(*lengths, len(piece.segments), len(piece.places))
         sums = _row_sums(words, places(key)[:, piece.places])
