@@ -469,9 +469,12 @@ def test_b110_pytorch_120356_ranks_say_what_they_hold(tmp_path: Path) -> None:
     for name, second in (
         ("gap", half("model/weight", 5, 3, high)),
         ("shape", half("model/weight", 2, 0, high)),
+        ("undeclared", half("model/weight", 2, 0, high)),
     ):
-        told = save_each(tmp_path / name, half("model/weight", 4, 0, low), second)
-        assert all(isinstance(one, FormatError | GapError | OverlapError) for one in told), told
+        first = half("model/weight", 2 if name == "undeclared" else 4, 0, low)
+        told = save_each(tmp_path / name, first, second)
+        kinds = ReplicaError if name == "undeclared" else FormatError | GapError | OverlapError
+        assert all(isinstance(one, kinds) for one in told), told
         assert not native.is_native(tmp_path / name)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from shardweave.errors import (
     MissingFileError,
     OutsideError,
     OverlapError,
+    ReplicaError,
     ShardweaveError,
     UnknownNameError,
     WriteError,
@@ -381,6 +384,57 @@ def test_only_plain_values_are_kept(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="plain"):
             save(tmp_path, native_ranks.layout(), about=About(extras={"x": value}))
     assert list(tmp_path.iterdir()) == []
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_replicas_that_differ_are_named_on_every_rank(tmp_path: Path, in_background: bool) -> None:
+    """TP 2 x DP 3: one word of one replica, in the third array of several that the same ranks share."""
+    layout = native_ranks.layout(tp=2, dp=3)
+    ones = [held(layout, rank) for rank in range(6)]
+    shared = {one.key for one in ones[0]} & {one.key for one in ones[4]}
+    wrong = next(one for one in ones[4] if one.key == sorted(shared)[2])
+    wrong.values.reshape(-1).view("<u4")[-1:] ^= 1
+
+    def told(run: Path, **options: Any) -> list[Any]:
+        meeting = Meeting(6)
+        savers = [Saver(run, rank=r, exchange=meeting.of(r), fsync=False, **options) for r in range(6)]
+        found = each(6, lambda r: savers[r].save(ones[r], ABOUT, in_background=in_background))
+        each(6, lambda r: savers[r].wait())
+        return found
+
+    for error in told(tmp_path / "run"):
+        assert isinstance(error, ReplicaError) and wrong.key in str(error)
+        assert re.search(r"ranks \d and 4 of \d|ranks 4 and \d of \d", str(error)), error
+    assert native.latest(tmp_path / "run") is None and not list((tmp_path / "run").iterdir())
+    # Whoever does not want to know saves what one of them has.
+    assert all(isinstance(one, Path) for one in told(tmp_path / "trusted", compare_replicas=False))
+
+
+def test_what_nobody_else_holds_is_not_read_twice(tmp_path: Path) -> None:
+    """Six ranks read what they share once to compare it, besides what they write."""
+    layout = native_ranks.layout(tp=2, dp=3)
+    ones = [held(layout, rank) for rank in range(6)]
+    read = [0] * 6
+
+    def words(rank: int) -> Callable[[Any], np.ndarray]:
+        def noted(values: Any) -> np.ndarray:
+            found = np.asarray(values)
+            read[rank] += found.nbytes
+            return found
+
+        return noted
+
+    meeting = Meeting(6)
+    savers = [Saver(tmp_path, rank=r, exchange=meeting.of(r), fsync=False, words=words(r)) for r in range(6)]
+    assert all(isinstance(one, Path) for one in each(6, lambda r: savers[r].save(ones[r], ABOUT)))
+    places = [{(one.key, str(one.box)): one.values.nbytes for one in mine} for mine in ones]
+    for rank in range(6):
+        others = set().union(*(places[r] for r in range(6) if r != rank))
+        both = sum(size for place, size in places[rank].items() if place in others)
+        assert read[rank] == both + savers[rank].written_bytes
 
 
 # --- in the background --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 from shardweave import errors
 from shardweave.errors import ShardweaveError, WriteError
 from shardweave.store import native
-from shardweave.store.native_elect import Entry, Shares, elect, prove_shares
+from shardweave.store.native_elect import Entry, Shared, Shares, elect, prove_shares, shared_by
 from shardweave.store.native_held import Held
 
 Exchange = Callable[[bytes], Sequence[bytes]]
@@ -80,12 +80,14 @@ class Agreed:
         held: What this rank holds.
         entries: What each rank holds.
         shares: What each rank writes.
+        shared: What several ranks hold.
         digests: Of what each rank said; as long as they are the same, so is the rest.
     """
 
     held: list[Held]
     entries: list[list[Entry]]
     shares: Shares
+    shared: Shared
     digests: list[bytes]
 
 
@@ -130,7 +132,7 @@ def agree(
         entries = [msgspec.msgpack.decode(data, type=list[Entry]) for data in found]
         shares = elect(entries)
         prove_shares(entries, shares, files_of(shares))
-        decided.append(Agreed(ones, entries, shares, digests))
+        decided.append(Agreed(ones, entries, shares, shared_by(entries), digests))
         return b""
 
     # It is the same on all ranks, but one of them may be out of memory.

@@ -23,7 +23,8 @@ _LEAST_BYTES = 1 << 12
 """Boxes are not cut into smaller pieces: each has a row in the manifest."""
 
 Index = tuple[int, ...]
-_Box = tuple[str, Index, Index]
+Place = tuple[str, Index, Index]
+"""The key of a tensor, and offset and size of a box of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class Entry:
     shape: Index
     offset: Index
     size: Index
+
+    @property
+    def place(self) -> Place:
+        """Which box of which tensor it is."""
+        return self.key, self.offset, self.size
 
     @property
     def num_bytes(self) -> int:
@@ -65,6 +71,8 @@ class Share:
 
 Shares = tuple[tuple[Share, ...], ...]
 """What each rank writes."""
+Shared = tuple[tuple[tuple[int, ...], tuple[Place, ...]], ...]
+"""Ranks that hold the same boxes, and these."""
 
 
 def elect(held: Sequence[Sequence[Entry]]) -> Shares:
@@ -84,10 +92,10 @@ def elect(held: Sequence[Sequence[Entry]]) -> Shares:
         FormatError, DtypeError: Ranks contradict each other, or a key is none.
         OverlapError: A rank holds a box twice.
     """
-    holders: dict[_Box, list[tuple[int, int]]] = {}
+    holders: dict[Place, list[tuple[int, int]]] = {}
     for rank, entries in enumerate(held):
         for number, entry in enumerate(entries):
-            holders.setdefault((entry.key, entry.offset, entry.size), []).append((rank, number))
+            holders.setdefault(entry.place, []).append((rank, number))
     _check(held)
     boxes = [(ranks, held[ranks[0][0]][ranks[0][1]]) for ranks in holders.values()]
     total = sum(entry.num_bytes for _, entry in boxes)
@@ -109,6 +117,25 @@ def elect(held: Sequence[Sequence[Entry]]) -> Shares:
             loads[rank] += math.prod(size) * ITEMSIZE[entry.dtype]
             heapq.heapreplace(queue, (loads[rank], rank))
     return tuple(tuple(sorted(mine, key=lambda share: (share.entry, share.offset))) for mine in shares)
+
+
+def shared_by(held: Sequence[Sequence[Entry]]) -> Shared:
+    """The boxes that several ranks hold, those of the same ranks together.
+
+    >>> norm, half = Entry("model/n", "int8", (4,), (0,), (4,)), Entry("model/w", "int8", (4,), (0,), (2,))
+    >>> shared_by([[norm, half], [norm]])
+    (((0, 1), (('model/n', (0,), (4,)),)),)
+    """
+    holders: dict[Place, list[int]] = {}
+    for rank, entries in enumerate(held):
+        for entry in entries:
+            if entry.num_bytes:
+                holders.setdefault(entry.place, []).append(rank)
+    found: dict[tuple[int, ...], list[Place]] = {}
+    for place, ranks in holders.items():
+        if len(ranks) > 1:
+            found.setdefault(tuple(ranks), []).append(place)
+    return tuple((ranks, tuple(sorted(found[ranks]))) for ranks in sorted(found))
 
 
 def _numel(shape: Index) -> int:
@@ -155,7 +182,7 @@ def _check(held: Sequence[Sequence[Entry]]) -> None:
                     equation=f"{other.dtype} {other.shape} != {entry.dtype} {entry.shape}",
                     hint="describe all ranks by one layout of one model",
                 )
-            box = entry.key, entry.offset, entry.size
+            box = entry.place
             if box in seen and _numel(entry.size):
                 raise OverlapError(
                     "a rank holds a box once",

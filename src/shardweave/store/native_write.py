@@ -1,9 +1,9 @@
 """Saving a checkpoint from many ranks: all of it or nothing, each box once, with equal loads.
 
-A save has rounds, in each of which every rank says something and hears all others: what it holds; that its
-file is written, with the digests; that all is published. An error of one rank is heard by all in the same
-round and raised by all. Who writes what and the proof of it are computed by every rank for itself, before the
-first byte.
+A save has rounds, in each of which every rank says something and hears all others: what it holds; what that
+comes to, where others hold it too; that its file is written, with the digests; that all is published. An
+error of one rank is heard by all in the same round and raised by all. Who writes what and the proof of it are
+computed by every rank for itself, before the first byte.
 
 Files are written into a folder beside the target, which becomes the target by one rename, after its manifest.
 A save that is killed leaves the checkpoint before it as it was.
@@ -36,6 +36,7 @@ from shardweave.store.native_agree import Agreed, Exchange, agree, alone, file_o
 from shardweave.store.native_elect import Entry, Shares, tensors_of
 from shardweave.store.native_held import Held
 from shardweave.store.native_manifest import About
+from shardweave.store.native_replicas import compare
 from shardweave.store.read import Array
 from shardweave.store.safetensors_header import read_header, render_header
 from shardweave.store.sync import sync
@@ -57,6 +58,8 @@ class Saver:
         exchange: How they hear of each other. Where saves run in the background, it is of their own thread's:
             nothing else may use it meanwhile.
         keep: How many checkpoints to keep; all by default. The newest is never removed.
+        compare_replicas: Whether boxes that several ranks hold are compared before one of them is written.
+            Each rank reads what it shares with others for that, and copies it from a device, box by box.
         words: Makes what ``Held.values`` are an array of unsigned words of their size.
         fsync: Whether to wait until the disk has everything. Only tests should not.
     """
@@ -68,6 +71,7 @@ class Saver:
         rank: int = 0,
         exchange: Exchange = alone,
         keep: int | None = None,
+        compare_replicas: bool = True,
         words: Callable[[Any], Array] = np.asarray,
         fsync: bool = True,
     ) -> None:
@@ -80,6 +84,7 @@ class Saver:
             )
         self.run, self.rank, self.keep = Path(run), rank, keep
         self._exchange, self._words, self._fsync = exchange, words, fsync
+        self._compares = compare_replicas
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
         self._last: Agreed | None = None
@@ -100,6 +105,7 @@ class Saver:
         Raises:
             GapError, OverlapError, OutsideError: The ranks do not hold every element once, or hold padding.
             FormatError, DtypeError: They contradict each other.
+            ReplicaError: Ranks hold different bytes of the same box.
             WriteError: The disk is full, or the folder cannot be written.
             Any error of an earlier save in the background; then this one was not begun.
         """
@@ -113,6 +119,8 @@ class Saver:
                     self._stage(folder)
 
             agreed = agree(held, exchange=self._exchange, first=first, before=self._last)
+            if self._compares:
+                compare(agreed, self.rank, exchange=self._exchange, words=self._words)
             ones, entries, shares = agreed.held, agreed.entries, agreed.shares
             self._last = replace(agreed, held=[])  # what is held may be let go of
             mine = shares[self.rank]

@@ -113,10 +113,8 @@ def through_store(store: Store, *, rank: int, size: int, timeout_s: float = 600.
 # --- native -------------------------------------------------------------------------------------
 
 
-def saver(
-    run: Path, *, rank: int = 0, exchange: Exchange = alone, keep: int | None = None, fsync: bool = True
-) -> Saver:
-    """What saves a run's state, again and again; see ``Saver``.
+def saver(run: Path, *, rank: int = 0, exchange: Exchange = alone, **choices: Any) -> Saver:
+    """What saves a run's state, again and again: a ``Saver``, which also says what there is to choose.
 
     >>> import tempfile, torch
     >>> from shardweave.layout import BufferRule, Mesh, Part, whole
@@ -133,7 +131,7 @@ def saver(
     >>> found["model.norm.weight"]
     tensor([0., 1., 2., 3., 4., 5.])
     """
-    return Saver(run, rank=rank, exchange=exchange, keep=keep, words=words_of, fsync=fsync)
+    return Saver(run, rank=rank, exchange=exchange, words=words_of, **choices)
 
 
 def words_of(array: Any) -> NDArray[Any]:

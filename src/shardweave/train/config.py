@@ -202,6 +202,7 @@ class CheckpointConfig:
         folder: Where checkpoints go; null saves nothing.
         every: Steps between two; 0 for the end only.
         keep: How many of the last are kept; 0 for all.
+        compare_replicas: Whether ranks that hold the same weights compare them before one of them is written.
         background: Whether writing goes on while the next steps are computed.
         resume: ``auto`` goes on from the last checkpoint where there is one, ``never`` refuses a folder that
             has one.
@@ -210,6 +211,7 @@ class CheckpointConfig:
     folder: str | None = None
     every: Natural = 0
     keep: Natural = 0
+    compare_replicas: bool = True
     background: bool = False
     resume: Literal["auto", "never"] = "auto"
 

@@ -247,7 +247,11 @@ class RankTrainer(_Evaluator):
         """Save to the folder of a run."""
         runtime, world_size = self.runtime, self.runtime.parallel.world_size
         if self._saver is None:
-            more: dict[str, Any] = {}
+            choices = self._config.checkpoint
+            more: dict[str, Any] = {
+                "keep": choices.keep or None,
+                "compare_replicas": choices.compare_replicas,
+            }
             if world_size > 1:
                 more["exchange"] = through_store(
                     PrefixStore("save", self._store),
@@ -255,7 +259,7 @@ class RankTrainer(_Evaluator):
                     size=world_size,
                     timeout_s=self._config.run.timeout_s,
                 )
-            self._saver = saver(run, rank=runtime.rank, keep=self._config.checkpoint.keep or None, **more)
+            self._saver = saver(run, rank=runtime.rank, **more)
         said = About(
             step=step,
             config=dict(runtime.config),
