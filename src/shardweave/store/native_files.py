@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardweave.errors import ExistsError
 from shardweave.store.manifest import Extent, Manifest, StoredTensor, TensorSpec
 from shardweave.store.native import MANIFEST, entry_key
 from shardweave.store.native_agree import file_of
 from shardweave.store.native_manifest import About, encode
+from shardweave.store.paths import require_empty
 from shardweave.store.safetensors import files_of
-from shardweave.store.safetensors_header import read_header, render_header
+from shardweave.store.safetensors_header import Header, create, read_header, render_header
 from shardweave.store.sync import sync
 
 _METADATA = {"format": "shardweave"}
@@ -33,28 +33,17 @@ def allocate(root: Path, tensors: Sequence[TensorSpec], *, max_file_bytes: int =
         ExistsError: The folder holds something.
         DtypeError, FormatError: The format cannot hold the tensors. Nothing was written.
     """
-    if any(root.iterdir()):
-        raise ExistsError(
-            "the folder to write into is empty",
-            where=str(root),
-            equation="it holds something",
-            hint="write into a new folder; files of two saves must not mix",
-        )
+    require_empty(root)
     found: dict[str, StoredTensor] = {}
-    files: dict[str, int] = {}
-    heads: dict[str, bytes] = {}
+    heads: dict[str, tuple[bytes, Header]] = {}
     for number, group in enumerate(files_of(tensors, max_file_bytes=max_file_bytes).values()):
         name = file_of(number)
         keys = {_entry(spec.key, spec.shape): spec.key for spec in group}
         boxes = [replace(spec, key=_entry(spec.key, spec.shape), chunks=()) for spec in group]
-        heads[name], header = render_header(boxes, _METADATA, name)
-        files[name] = header.size
-        for entry, tensor in header.tensors.items():
+        heads[name] = render_header(boxes, _METADATA, name)
+        for entry, tensor in heads[name][1].tensors.items():
             found[keys[entry]] = replace(tensor, key=keys[entry])
-    for name, head in heads.items():
-        with (root / name).open("xb") as file:
-            file.write(head)
-            file.truncate(files[name])
+    files = create(root, heads)
     return Manifest(root, "native", {spec.key: found[spec.key] for spec in tensors}, files)
 
 

@@ -1,4 +1,4 @@
-"""A path that a file names must stay inside the folder that the file belongs to.
+"""Paths that files name stay inside the folder of these files, and a folder to write into is empty.
 
 Index files and metadata come from outside. A name in them is trusted only after it was read as a
 plain relative path and after every symbolic link on the way was followed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardweave.errors import PathError
+from shardweave.errors import ExistsError, PathError
 
 _DRIVE = re.compile(r"[A-Za-z]:")
 _LONGEST = 255
@@ -91,3 +91,18 @@ def inside(root: Path, name: str, *, where: str) -> Path:
             hint="replace the link by the file itself, or read the folder that it leads to",
         )
     return root / name
+
+
+def require_empty(root: Path) -> None:
+    """Refuse to write a checkpoint into a folder that holds something.
+
+    Raises:
+        ExistsError: It does.
+    """
+    if any(root.iterdir()):
+        raise ExistsError(
+            "the folder to write into is empty",
+            where=str(root),
+            equation="it holds something",
+            hint="write into a new folder; files of two saves must not mix",
+        )

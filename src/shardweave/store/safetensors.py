@@ -18,7 +18,14 @@ from typing import Any
 from shardweave.errors import ExistsError, FormatError, IndexMismatchError, MissingFileError
 from shardweave.store.manifest import Manifest, StoredTensor, TensorSpec
 from shardweave.store.paths import inside
-from shardweave.store.safetensors_header import METADATA, Header, check_spec, read_header, render_header
+from shardweave.store.safetensors_header import (
+    METADATA,
+    Header,
+    check_spec,
+    create,
+    read_header,
+    render_header,
+)
 from shardweave.store.strict_json import is_text_map, is_utf8, read_json, some
 from shardweave.store.sync import sync
 
@@ -332,10 +339,7 @@ def allocate(
     _require_specs(tensors, max_file_bytes, metadata)
     groups = files_of(tensors, max_file_bytes=max_file_bytes)
     heads = {name: render_header(group, metadata, name) for name, group in groups.items()}
-    for name, (head, header) in heads.items():
-        with (root / name).open("xb") as file:
-            file.write(head)
-            file.truncate(header.size)
+    create(root, heads)
     return _manifest(root, {name: header for name, (_, header) in heads.items()}, stray=[])
 
 

@@ -289,3 +289,12 @@ def render_header(
     data = 8 + len(text)
     proved = _parse_tensors(entries, data, data + ends[-1], name, where=name)
     return len(text).to_bytes(8, "little") + text, Header(data + ends[-1], dict(metadata), proved)
+
+
+def create(root: Path, heads: Mapping[str, tuple[bytes, Header]]) -> dict[str, int]:
+    """Files to come in a folder, at full size with what ``render_header`` made; how large each is."""
+    for name, (head, header) in heads.items():
+        with (root / name).open("xb") as file:
+            file.write(head)
+            file.truncate(header.size)
+    return {name: header.size for name, (_, header) in heads.items()}

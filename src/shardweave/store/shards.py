@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from shardweave.errors import ExistsError, FormatError, MissingFileError
+from shardweave.errors import FormatError, MissingFileError
 from shardweave.store.manifest import Manifest, StoredTensor, TensorSpec
-from shardweave.store.paths import inside
+from shardweave.store.paths import inside, require_empty
 from shardweave.store.safetensors import PT_METADATA
-from shardweave.store.safetensors_header import check_spec, read_header, render_header
+from shardweave.store.safetensors_header import Header, check_spec, create, read_header, render_header
 from shardweave.store.strict_json import some
 from shardweave.store.sync import sync
 
@@ -108,33 +108,22 @@ def allocate(root: Path, tensors: Sequence[TensorSpec], *, ranks: int) -> Manife
         ExistsError: The folder holds something.
         DtypeError, FormatError: The format cannot hold the arrays. Nothing was written.
     """
-    if any(root.iterdir()):
-        raise ExistsError(
-            "the folder to write into is empty",
-            where=str(root),
-            equation="it holds something",
-            hint="write into a new folder; files of two saves must not mix",
-        )
+    require_empty(root)
     of_rank: dict[int, list[TensorSpec]] = {rank: [] for rank in range(ranks)}
     for spec in tensors:
         name, rank = _name(spec.key, ranks)
         of_rank[rank].append(replace(spec, key=name))
-    heads: dict[str, bytes] = {}
-    sizes: dict[str, int] = {}
+    heads: dict[str, tuple[bytes, Header]] = {}
     found: dict[str, StoredTensor] = {}
     for rank, specs in of_rank.items():
         file = f"rank_{rank}.safetensors"
         for spec in specs:
             check_spec(spec)
-        heads[file], header = render_header(specs, PT_METADATA, file)
-        sizes[file] = header.size
-        for name, tensor in header.tensors.items():
+        heads[file] = render_header(specs, PT_METADATA, file)
+        for name, tensor in heads[file][1].tensors.items():
             key = _key(name, rank, ranks)
             found[key] = replace(tensor, key=key)
-    for file, head in heads.items():
-        with (root / file).open("xb") as stream:
-            stream.write(head)
-            stream.truncate(sizes[file])
+    sizes = create(root, heads)
     return Manifest(root, FORMAT, {spec.key: found[spec.key] for spec in tensors}, sizes, {"ranks": ranks})
 
 
