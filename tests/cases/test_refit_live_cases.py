@@ -56,6 +56,7 @@ from shardweave.layout import (
     along,
     concat,
     even,
+    exact_sums,
     pad,
     split,
     whole,
@@ -455,6 +456,7 @@ def test_sglang_8076_memory_beside_the_model_stays_in_the_budget(transport: str,
     with world(trainer, (engine,), transport=transport, memory_bytes=budget) as live:
         target = Buffers(layout=engine, rank=2, arrays=live.served[2], memory_bytes=budget, spill=tmp_path)
         live.members[2] = Receiver(live.session(2), target)
+        exact_sums.compiled()  # numba itself is some 50 MB of a process, whatever the model is
         for arrays in live.live.values():  # every page of the model is there before it is measured
             for array in arrays.values():
                 array.mul_(1)
