@@ -24,15 +24,13 @@ import multiprocessing
 import os
 import platform
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from torch.distributed import FileStore, PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 
 from shardweave.dialects import megatron, vllm
 from shardweave.layout import Layout
@@ -131,11 +129,11 @@ def raw_shared(group: Any, rank: int, messages: dict[tuple[int, int], torch.Tens
     return time.perf_counter() - begin
 
 
-def rank_main(rank: int, folder: str, model: dict[str, Any], transport: str, turns: int, out: Any) -> None:
+def rank_main(rank: int, port: int, model: dict[str, Any], transport: str, turns: int, out: Any) -> None:
     torch.set_num_threads(1)
     src, dst = sides(model, tp=2)
     everybody = [*PUBLISHERS, *RECEIVERS]
-    store = FileStore(str(Path(folder) / "store"), len(everybody))
+    store = TCPStore("127.0.0.1", port, is_master=False)
     group = process_group(store=PrefixStore("raw", store), ranks=everybody, rank=rank, timeout_s=60)
     sizes = {pair: size for pair, size in pairs(plan(src, dst)).items() if rank in pair}
     messages = {pair: torch.ones(size, dtype=torch.uint8) for pair, size in sizes.items()}
@@ -172,17 +170,16 @@ def moving(models: dict[str, dict[str, Any]], turns: int) -> None:
     for name, model in models.items():
         needed = needed_bytes(sides(model, tp=2)[1])
         for transport in TRANSPORTS:
-            with tempfile.TemporaryDirectory() as folder:
-                out = context.Queue()
-                processes = [
-                    context.Process(target=rank_main, args=(rank, folder, model, transport, turns, out))
-                    for rank in (*PUBLISHERS, *RECEIVERS)
-                ]
-                for process in processes:
-                    process.start()
-                found = dict(out.get(timeout=120) for _ in processes)
-                for process in processes:
-                    process.join(60)
+            store, out = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), context.Queue()
+            processes = [
+                context.Process(target=rank_main, args=(rank, store.port, model, transport, turns, out))
+                for rank in (*PUBLISHERS, *RECEIVERS)
+            ]
+            for process in processes:
+                process.start()
+            found = dict(out.get(timeout=120) for _ in processes)
+            for process in processes:
+                process.join(60)
             warm = range(1, turns)  # the first turn plans, connects and touches its memory
 
             def slowest(step: str, turn: int, found: dict[int, Any] = found) -> float:

@@ -8,9 +8,9 @@ other without gaps; so do larger ones that the source has to pack and that come 
 Which do follows from the copies of the round, that both sides have in one order.
 
 Every rank posts what it receives in a round before it sends, and posts the messages of a pair in the same
-order, so no order of ranks can make a round wait for itself. What is packed goes through ``ROOM_BYTES``: to
-send from the processor's cache costs less than from memory. Neither the default group nor any other
-registered one is read or made.
+order, so no order of ranks can make a round wait for itself. What is packed goes through ``ROOM_BYTES``,
+round and round, so that little memory is needed and packing seldom waits. Neither the default group nor any
+other registered one is read or made.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALL_BYTES = 1 << 17
 PACK_BYTES = 1 << 20
 """The most that small blocks share a message of; larger ones were no faster, and leave less to overlap."""
 
-ROOM_BYTES = 1 << 23
+ROOM_BYTES = 1 << 25
 """Room for what is packed and on its way, or as much as the largest message needs."""
 
 STRETCH_BYTES = ROOM_BYTES // 4

@@ -43,7 +43,7 @@ from shardweave.plan import Copy, Family, Plan
 if TYPE_CHECKING:
     import torch
 
-MEMORY_BYTES = 1 << 28
+MEMORY_BYTES = 1 << 29
 """What a rank sends and receives in a round unless told otherwise: much more than a round's latency hides."""
 
 Progress = Callable[[int], None]
