@@ -27,6 +27,7 @@ from shardweave.store.pickles import Allow, Builder, Global, Instance, brief
 from shardweave.store.pickles_write import to_plain
 from shardweave.store.torch_dist import OBJECTS
 from shardweave.store.torch_save import TensorAt
+from shardweave.store.tracker import newest
 
 _REBUILT: Final = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 
@@ -62,7 +63,6 @@ OPTIMIZER: Final = Allow({**OBJECTS.names, **_NAMES})
 MODEL: Final = Allow({**OBJECTS.names, **_NAMES}, others=True)
 """What a file of model states may mention: a script keeps objects of its own classes there."""
 
-_TAG_BYTES: Final = 4096
 _PIECE: Final = 1 << 22
 
 _KINDS: Final = {
@@ -88,18 +88,16 @@ Ranks = Mapping[tuple[int, ...], str]
 """Names of files by the numbers in them: ``(tp,)``, ``(tp, dp)`` or ``(tp, layer, expert)``."""
 
 
-def tag_folder(root: Path, tracker: str) -> Path:
+def tag_folder(root: Path, file: str) -> Path:
     """The folder of the save that a tracker file names, or ``root`` itself without such a file.
 
     Raises:
         FormatError, PathError: The tracker holds no name of a folder inside ``root``.
         MissingFileError: There is no such folder.
     """
-    if not (root / tracker).is_file():
+    tag, where = newest(root, file), str(root / file)
+    if tag is None:
         return root
-    where = str(root / tracker)
-    with (root / tracker).open("rb") as file:
-        tag = file.read(_TAG_BYTES).decode("utf-8", "replace").strip()
     check_name(tag, where=where)
     folder = inside(root, tag, where=where)
     if not folder.is_dir():
@@ -112,7 +110,7 @@ def tag_folder(root: Path, tracker: str) -> Path:
     return folder
 
 
-def saved_folder(root: Path, tracker: str) -> Path | None:
+def saved_folder(root: Path, file: str) -> Path | None:
     """The folder of a save that is to be recognised, or ``None`` where the tracker is not DeepSpeed's.
 
     Raises:
@@ -121,7 +119,7 @@ def saved_folder(root: Path, tracker: str) -> Path | None:
     if not root.is_dir():
         return None
     try:
-        return tag_folder(root, tracker)
+        return tag_folder(root, file)
     except (PathError, MissingFileError):
         if any(root.glob("*/*mp_rank_*_model_states.pt")):
             raise

@@ -32,8 +32,9 @@ from shardweave.store.megatron_groups import MASTER
 from shardweave.store.paths import inside
 from shardweave.store.pickles import Allow, Global, Instance
 from shardweave.store.strict_json import some
-from shardweave.store.torch_dist import OBJECTS, TRACKER, TRACKER_BYTES, iteration_folder
+from shardweave.store.torch_dist import OBJECTS, TRACKER, iteration_folder
 from shardweave.store.torch_save import TensorAt
+from shardweave.store.tracker import newest
 
 WEIGHTS: Final = "model_optim_rng.pt"
 STATES: Final = "distrib_optim.pt"
@@ -136,11 +137,8 @@ def is_legacy(root: Path) -> bool:
 
 
 def _iteration(root: Path) -> Path:
-    tracker = root / TRACKER
-    if not tracker.is_file():
-        return root
-    with tracker.open("rb") as file:
-        return root / iteration_folder(file.read(TRACKER_BYTES), where=str(tracker))
+    said = newest(root, TRACKER)
+    return root if said is None else root / iteration_folder(said, where=str(root / TRACKER))
 
 
 def read(root: Path) -> Manifest:

@@ -44,6 +44,7 @@ from shardweave.store.read import Array, Reader, open_regular, read_into
 from shardweave.store.safetensors_header import read_header
 from shardweave.store.strict_json import read_bytes, some
 from shardweave.store.tiling import prove_tiling
+from shardweave.store.tracker import newest
 
 MANIFEST = "shardweave.manifest"
 """The file that makes a folder a checkpoint."""
@@ -86,19 +87,13 @@ def latest(run: Path) -> Path | None:
     Raises:
         FormatError: The file holds something else than a name of a step.
     """
-    pointer = run / LATEST
-    if pointer.is_file():
-        fd = open_regular(pointer)
-        try:
-            text = read_bytes(fd, 0, min(100, os.fstat(fd).st_size), where=str(pointer))
-        finally:
-            os.close(fd)
-        name = text.decode("latin1").strip()
+    name = newest(run, LATEST)
+    if name is not None:
         if not _STEP.fullmatch(name):
             raise FormatError(
                 "the file 'latest' holds the name of a step",
-                where=str(pointer),
-                equation=f"got {name!r}",
+                where=str(run / LATEST),
+                equation=f"got {name[:100]!r}",
                 hint="give the folder of one step, or write its name into the file",
             )
         for path in (run / name, run / f"{_REPLACED}{name}"):

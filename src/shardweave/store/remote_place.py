@@ -26,6 +26,7 @@ from shardweave.errors import (
 )
 from shardweave.store import native, torch_dist
 from shardweave.store.paths import check_name, inside
+from shardweave.store.tracker import MOST_BYTES, text_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -240,11 +241,11 @@ class Place:
             )
         if torch_dist.TRACKER in listed and torch_dist.INDEX not in listed:
             info = listed[torch_dist.TRACKER]
-            tracker = self._entry(torch_dist.TRACKER, info["name"], info)
-            with self.reading(tracker.name), self.open(tracker.path) as file:
-                text = file.read(torch_dist.TRACKER_BYTES)
-            name = torch_dist.iteration_folder(text, where=f"{self.shown}/{tracker.name}")
-            return [*self._wanted(self._list(f"{name}/"), f"{name}/"), tracker]
+            entry = self._entry(torch_dist.TRACKER, info["name"], info)
+            with self.reading(entry.name), self.open(entry.path) as file:
+                said = text_of(file.read(MOST_BYTES))
+            name = torch_dist.iteration_folder(said, where=f"{self.shown}/{entry.name}")
+            return [*self._wanted(self._list(f"{name}/"), f"{name}/"), entry]
         return self._wanted(listed, "")
 
     def _wanted(self, listed: Mapping[str, Mapping[str, Any]], prefix: str) -> list[Entry]:

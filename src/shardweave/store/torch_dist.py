@@ -57,13 +57,12 @@ from shardweave.store.strict_json import read_json
 from shardweave.store.tiling import prove_tiling
 from shardweave.store.torch_index import Chunk, Index, Place
 from shardweave.store.torch_save import TensorAt
+from shardweave.store.tracker import newest
 
 INDEX: Final = ".metadata"
 CONFIG: Final = "metadata.json"
 COMMON: Final = "common.pt"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
-TRACKER_BYTES: Final = 100
-"""The most that is read of it."""
 COMMON_OBJECT: Final = "common_state/shard_0_1"
 
 _MAX_SIDE_BYTES: Final = 1 << 30
@@ -200,8 +199,9 @@ def read_object(manifest: Manifest, key: str) -> Any:
 def _folder(root: Path) -> Path:
     if (root / INDEX).is_file():
         return root
-    if (root / TRACKER).is_file():
-        name = iteration_folder((root / TRACKER).read_bytes(), where=str(root / TRACKER))
+    said = newest(root, TRACKER)
+    if said is not None:
+        name = iteration_folder(said, where=str(root / TRACKER))
         if (root / name / INDEX).is_file():
             return root / name
         raise MissingFileError(
@@ -221,24 +221,23 @@ def _folder(root: Path) -> Path:
     )
 
 
-def iteration_folder(tracker: bytes, *, where: str) -> str:
+def iteration_folder(said: str, *, where: str) -> str:
     """The folder that a tracker file names.
 
-    >>> iteration_folder(b"1000", where="run"), iteration_folder(b"release", where="run")
+    >>> iteration_folder("1000", where="run"), iteration_folder("release", where="run")
     ('iter_0001000', 'release')
 
     Raises:
         FormatError: It holds something else.
     """
-    text = tracker[:TRACKER_BYTES].decode("latin1").strip()
-    if not re.fullmatch(r"\d{1,12}|release", text):
+    if not re.fullmatch(r"[0-9]{1,12}|release", said):
         raise FormatError(
             "a tracker file holds an iteration or 'release'",
             where=where,
-            equation=f"got {text!r}",
+            equation=f"got {said[:100]!r}",
             hint="give the folder of one iteration instead",
         )
-    return text if text == "release" else f"iter_{int(text):07d}"
+    return said if said == "release" else f"iter_{int(said):07d}"
 
 
 def _small_file(root: Path, name: str) -> bytes:
