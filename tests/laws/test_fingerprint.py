@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -42,11 +43,10 @@ BYTES = 4 * SEGMENT
 """Of a segment."""
 
 
-@pytest.fixture(params=["numpy", "numba"])
+@pytest.fixture(params=["numpy", "numba"], autouse=True)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What multiplies: numpy, and numba from the first byte."""
     if request.param == "numpy":
-        monkeypatch.setattr(exact_sums, "compiled", lambda: None)
         monkeypatch.setattr(exact_sums, "_loaded", lambda: None)
     else:
         assert exact_sums.compiled() is not None, "numba is among the requirements of the tests"
@@ -86,7 +86,6 @@ def corner(words: NDArray[np.generic]) -> Box:
 # --- the definition -----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("kernel")
 @each_size
 @pytest.mark.parametrize(
     "dims",
@@ -107,7 +106,6 @@ def test_the_sum_is_the_defined_one(size: int, dims: tuple[range, ...]) -> None:
     assert fingerprint(words, box, key=5) == by_definition(words, box, key=5)
 
 
-@pytest.mark.usefixtures("kernel")
 @each_size
 @pytest.mark.parametrize("word", [0, 1, -1], ids=["zeros", "ones", "all bits"])
 def test_extreme_words_stay_exact(size: int, word: int) -> None:
@@ -116,7 +114,6 @@ def test_extreme_words_stay_exact(size: int, word: int) -> None:
     assert (fingerprint(words) == NOTHING) == (word == 0)
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("word", [-(1 << 31), (1 << 31) - 1])
 @pytest.mark.parametrize("place", [-(1 << 21), (1 << 21) - 1])
 def test_the_largest_sums_stay_exact(word: int, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +127,6 @@ def test_the_largest_sums_stay_exact(word: int, place: int, monkeypatch: pytest.
     assert fingerprint(words).lanes == (wanted,) * LANES
 
 
-@pytest.mark.usefixtures("kernel")
 def test_the_largest_sums_are_folded_exactly() -> None:
     for one in (-(1 << 62), (1 << 62) - 1, MODULUS - 1):
         sums = np.full((2, MOST_TERMS, 3, LANES), one)
@@ -152,14 +148,29 @@ def test_both_ways_to_sum_are_the_same(count: int, width: int, offset: int, turn
     assert np.array_equal(exact_sums.row_sums_in_doubles(rows, table), expected)
 
 
-def test_without_numba_numpy_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["numba"], indirect=True)
+@pytest.mark.parametrize("how", ["absent", "broken", "off"])
+def test_without_numba_numpy_does_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = random_words((300, 2 * BYTES), 1)
     assert words.nbytes > exact_sums._WORTH_BYTES
     expected = fingerprint(words)
     exact_sums.compiled.cache_clear()
-    monkeypatch.setitem(sys.modules, "numba", None)
+    said = contextlib.nullcontext()
+    if how == "absent":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    elif how == "off":
+        monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    else:
+
+        def no_library(*signature: object, **options: object) -> None:
+            raise OSError("Could not find/load shared object file")
+
+        monkeypatch.setattr("numba.njit", no_library)
+        said = pytest.warns(UserWarning, match="numba fails, so numpy takes fingerprints: Could not find")
     try:
-        assert exact_sums.compiled() is None
+        with said:
+            assert fingerprint(words) == expected
+        assert exact_sums._loaded() is None
         assert fingerprint(words) == expected
     finally:
         exact_sums.compiled.cache_clear()
@@ -256,6 +267,19 @@ def test_more_rows_than_are_weighted_at_once_add_up() -> None:
     many = [Box.of((i, 0), (1, 3)) for i in range(5000)]
     words = random_words((5000, 1, 3), 4)
     assert sum(stacked(words, many), NOTHING) == fingerprint(words[:, 0])
+
+
+@each_size
+def test_blocks_of_any_size_add_up(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, segments and gathered rows in the smallest blocks that there are."""
+    words = random_words((2, 5, 3 * BYTES // size + 7), size)
+    gathered = words.swapaxes(0, 2).copy().swapaxes(0, 2)
+    box = Box((range(2), range(5), range(3, 2 * words.shape[2] + 3, 2)))
+    expected, stepped = fingerprint(words), fingerprint(words, box)
+    for name, value in {"MOST_TERMS": 4, "_LEAST_ROWS": 2, "_TILE": 3, "_STRIP": 2}.items():
+        monkeypatch.setattr(module, name, value)
+    assert fingerprint(words) == fingerprint(gathered) == expected
+    assert fingerprint(words, box) == fingerprint(gathered, box) == stepped
 
 
 def test_long_rows_add_up_across_segments() -> None:

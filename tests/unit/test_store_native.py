@@ -407,10 +407,66 @@ def test_replicas_that_differ_are_named_on_every_rank(tmp_path: Path, in_backgro
 
     for error in told(tmp_path / "run"):
         assert isinstance(error, ReplicaError) and wrong.key in str(error)
-        assert re.search(r"ranks \d and 4 of \d|ranks 4 and \d of \d", str(error)), error
+        assert re.search(r"rank \d against rank 4\W|rank \d against rank \d\W", str(error)), error
     assert native.latest(tmp_path / "run") is None and not list((tmp_path / "run").iterdir())
-    # Whoever does not want to know saves what one of them has.
+    # Whoever does not want to know saves what those have that were elected.
     assert all(isinstance(one, Path) for one in told(tmp_path / "trusted", compare_replicas=False))
+
+
+def held_by_all(values: np.ndarray, ranks: int) -> list[list[Held]]:
+    box = Box.of((0,) * values.ndim, values.shape)
+    return [[Held("model/w", values.shape, "float32", box, values.copy())] for _ in range(ranks)]
+
+
+def save_all(run: Path, ones: list[list[Held]], how: list[dict[str, Any]], *, background: bool) -> list[Any]:
+    meeting = Meeting(len(ones))
+    savers = [Saver(run, rank=r, exchange=meeting.of(r), fsync=False, **how[r]) for r in range(len(ones))]
+    return each(len(ones), lambda r: savers[r].save(ones[r], ABOUT, in_background=background))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("chosen", [(True, False), (False, True)])
+def test_ranks_that_choose_differently_are_refused(
+    tmp_path: Path, chosen: tuple[bool, bool], in_background: bool
+) -> None:
+    how = [{"compare_replicas": one} for one in chosen]
+    ones = held_by_all(np.arange(6, dtype=np.float32), 2)
+    for error in save_all(tmp_path, ones, how, background=in_background):
+        assert isinstance(error, FormatError) and "choose the same" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_changes_while_it_is_compared_is_refused(tmp_path: Path) -> None:
+    """One word is another at the first look alone."""
+    looks = [0, 0]
+
+    def words(rank: int) -> Callable[[Any], np.ndarray]:
+        def look(values: Any) -> np.ndarray:
+            looks[rank] += 1
+            return np.asarray(values) + (rank == 1 and looks[rank] == 1)
+
+        return look
+
+    ones = held_by_all(np.arange(6, dtype=np.float32), 2)
+    how = [{"words": words(rank)} for rank in range(2)]
+    for error in save_all(tmp_path, ones, how, background=False):
+        assert isinstance(error, ReplicaError) and "stands still until save returns" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_of_another_dtype_are_not_taken_for_a_replica_that_drifted(tmp_path: Path) -> None:
+    ones = held_by_all(np.arange(6, dtype=np.float32), 2)
+    how: list[dict[str, Any]] = [{}, {"words": lambda values: np.asarray(values, dtype=np.float64)}]
+    for error in save_all(tmp_path, ones, how, background=False):
+        assert isinstance(error, FormatError) and "float64" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rank_that_is_alone_is_the_one_that_is_named(tmp_path: Path) -> None:
+    ones = held_by_all(np.arange(6, dtype=np.float32), 4)
+    ones[0][0].values[3] = -1
+    for error in save_all(tmp_path, ones, [{}] * 4, background=False):
+        assert isinstance(error, ReplicaError) and "rank 1 against rank 0" in str(error)
 
 
 def test_what_nobody_else_holds_is_not_read_twice(tmp_path: Path) -> None:

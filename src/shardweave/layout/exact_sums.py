@@ -7,6 +7,8 @@ otherwise it is numpy, with doubles whose every partial sum is an integer below 
 from __future__ import annotations
 
 import functools
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -19,13 +21,13 @@ Ints: TypeAlias = NDArray[np.int64]
 
 LANES = 3
 MOST_WORDS = 1 << 10
-"""Words of a row. Times a word (2**31) and a number (2**21) that is a sum below 2**62."""
+"""Words of a row. Times a word (2**31) and a number (2**21) that is a sum of at most 2**62."""
 NUMBER_BITS = 22
 """Bits of a number, with its sign."""
 WEIGHT_BITS = 27
 """Bits of a weight, which is from 1 to 2**27."""
 MOST_TERMS = 1 << 14
-"""Sums that are weighted at once. Times a weight and a third of one (2**21) that is below 2**62."""
+"""Sums that are weighted at once. Times a weight and a third of one (2**21) that is at most 2**62."""
 THIRD_BITS = 21
 """Bits of the lower thirds of a sum."""
 LOW_BITS = 11
@@ -34,22 +36,29 @@ LOW_BITS = 11
 _BLOCK_WORDS = 1 << 16
 """Words that are made doubles at once: what the second-level cache holds."""
 _WORTH_BYTES = 1 << 20
-"""From so many bytes on numba is loaded, which takes a second, once."""
+"""From arrays of so many bytes on numba is loaded, which takes most of a second, once."""
+_LOADING = threading.Lock()
+
+
+def prepare(num_bytes: int) -> None:
+    """Load numba, if that is worth it for so many bytes and was not done before."""
+    if num_bytes >= _WORTH_BYTES and not compiled.cache_info().currsize:
+        with _LOADING:  # threads that come together wait for one of them
+            compiled()
 
 
 def row_sums(rows: Words, numbers: Words) -> Ints:
     """The sum of each row's words times their numbers: ``(rows, LANES)``.
 
     Args:
-        rows: ``(rows, n)`` of any strides and alignment, ``n`` at most ``MOST_WORDS``.
+        rows: ``(rows, n)`` of any strides and alignment, ``n`` at most ``MOST_WORDS``, or more where several
+            words with no byte in common have one number.
         numbers: ``(LANES, n)``, from ``-2**21`` to ``2**21 - 1``.
 
     >>> rows, numbers = np.arange(6, dtype=np.int32).reshape(2, 3), np.ones((LANES, 3), dtype=np.int32)
     >>> row_sums(rows, numbers).tolist()
     [[3, 3, 3], [12, 12, 12]]
     """
-    if rows.nbytes >= _WORTH_BYTES:
-        compiled()
     found = _loaded()
     if found is None:
         return row_sums_in_doubles(rows, numbers)
@@ -71,7 +80,7 @@ def weighted_thirds(sums: Ints, weights: Ints) -> Ints:
     """The weighted sums of each third of the bits of sums, the highest with the sign first.
 
     Args:
-        sums: ``(parts, length, n, LANES)``, from ``-2**62`` to ``2**62 - 1``; ``length`` at most
+        sums: ``(parts, length, n, LANES)``, from ``-2**62`` to ``2**62``; ``length`` at most
             ``MOST_TERMS``.
         weights: ``(parts or 1, length, LANES)``, from 1 to ``2**27``.
 
@@ -123,15 +132,21 @@ _Compiled: TypeAlias = tuple[Callable[[Words, int, Words, Ints], None], Callable
 
 @functools.cache
 def compiled() -> _Compiled | None:
-    """Both sums for this processor; None without numba, or where it does not know this numpy."""
+    """Both sums for this processor; None without numba, or where it is switched off or fails."""
     try:
-        from numba import int32, int64, njit, types
+        from numba import config, int32, int64, njit, types
+
+        if getattr(config, "DISABLE_JIT", 0):
+            return None
+        words, numbers = (types.Array(int32, ndim, "C", readonly=True) for ndim in (1, 2))
+        sums, weights = (types.Array(int64, ndim, "C", readonly=True) for ndim in (4, 3))
+        rows: Any = njit(types.void(words, int64, numbers, int64[:, ::1]), nogil=True)(_row_sums)
+        thirds: Any = njit(types.void(sums, weights, int64[:, :, :, ::1]), nogil=True)(_weighted_thirds)
     except ImportError:
         return None
-    words, numbers = (types.Array(int32, ndim, "C", readonly=True) for ndim in (1, 2))
-    sums, weights = (types.Array(int64, ndim, "C", readonly=True) for ndim in (4, 3))
-    rows: Any = njit(types.void(words, int64, numbers, int64[:, ::1]), nogil=True)(_row_sums)
-    thirds: Any = njit(types.void(sums, weights, int64[:, :, :, ::1]), nogil=True)(_weighted_thirds)
+    except Exception as error:  # a library that is not there, a compiler that does not know the processor
+        warnings.warn(f"numba fails, so numpy takes fingerprints: {error!s:.200}", stacklevel=2)
+        return None
     return rows, thirds
 
 

@@ -14,11 +14,11 @@ a word is that part, and the rest is zero: elements of one word add up to it, wh
 
 **Bound.** A lane is a polynomial of degree one in each of its independent numbers. A place in the segment
 takes one of 2**21 numbers, a segment and the index of each other dim one of 2**27. Two different contents
-agree in a lane with probability at most ``2**-21 + dims * 2**-27``, and in all lanes below 2**-62. One
-changed element is always seen: the places' numbers of two words in a row, modulo 2 and in their two lanes,
-are the unit matrix, so that no change of an element, which has two words at most, is lost in both. This
-guards against mistakes and damage; the numbers come from a mixer that is not made to withstand an attacker
-who knows the key.
+agree in a lane with probability at most ``2**-21 + dims * 2**-27``, and in all lanes below 2**-62 where there
+are 16 dims or fewer. One changed element is always seen: the places' numbers of two words in a row, modulo 2
+and in their two lanes, are the unit matrix, so that no change of an element, which has two words at most, is
+lost in both. This guards against mistakes and damage; the numbers come from a mixer that is not made to
+withstand an attacker who knows the key.
 
 **Cost.** Almost all of it is one product of a row's words and the numbers of their places, in ``exact_sums``;
 what is left is a few operations a segment.
@@ -49,6 +49,7 @@ from shardweave.layout.exact_sums import (
     THIRD_BITS,
     WEIGHT_BITS,
     Words,
+    prepare,
     row_sums,
     weighted_thirds,
 )
@@ -179,6 +180,7 @@ def lanes_of(array: Any, outer: Sequence[Ints], columns: range, *, key: int = 0)
         )
     if not elements.size:
         return np.zeros((len(elements), LANES), dtype=np.int64)
+    prepare(elements.nbytes)
     return _weighted(elements, list(enumerate(outer)), columns, key)
 
 
@@ -245,7 +247,7 @@ def elements_of(array: Any) -> _Elements:
     """An array's elements as unsigned integers: a view of a numpy array or of a torch tensor on the CPU.
 
     Raises:
-        DtypeError: Elements of another size than 1, 2, 4 or 8 bytes, or not in this machine's order.
+        DtypeError: Elements of another size than 1, 2, 4 or 8 bytes, or not little-endian.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -254,9 +256,10 @@ def elements_of(array: Any) -> _Elements:
         array = array.detach().view(sizes[size]).numpy() if size in sizes else np.empty(0, f"V{size}")
     found = np.asarray(array)
     size = found.dtype.itemsize
-    if size not in (1, 2, 4, 8) or found.dtype.hasobject or not found.dtype.isnative:
+    little = found.dtype.isnative and sys.byteorder == "little"
+    if size not in (1, 2, 4, 8) or found.dtype.hasobject or not little:
         raise DtypeError(
-            "the elements of a fingerprint have 1, 2, 4 or 8 bytes, in this machine's order",
+            "the elements of a fingerprint have 1, 2, 4 or 8 bytes, in little-endian order",
             where=f"an array of {found.dtype}",
             equation=f"itemsize({size})",
             hint="view the array as unsigned integers of one of these sizes",
@@ -341,8 +344,9 @@ class Piece:
     Args:
         at: Which elements.
         segments: Which segments, all of them with the same places.
-        places: The places of the words in each of these.
-        within: Where each element is in a word of its own; None where elements fill their words.
+        places: The places of the words in each of these, at most ``SEGMENT`` different ones.
+        within: Where each element is in a word of its own; None where elements fill their words. Words of one
+            place have no byte in common, so that they add up to one word.
     """
 
     at: slice
@@ -392,15 +396,13 @@ def _single(columns: range, which: range, itemsize: int) -> Iterator[Piece]:
 
 def _in_words(elements: _Elements, within: Ints | None) -> Words:
     """Elements ``(..., n)`` as the words of their piece, ``(..., words)``."""
-    size, width = elements.itemsize, elements.shape[-1]
+    size = elements.itemsize
     if within is not None:
-        words = np.zeros((*elements.shape, WORD // size), dtype=elements.dtype)
-        words[..., np.arange(width), within] = elements
-        return words.view(np.int32)[..., 0]
+        return elements.astype(np.int32, order="C") << (8 * size * within).astype(np.int32)
     if elements.strides[-1] == size:
         return elements.view(np.int32)
     together = np.empty(elements.shape, dtype=elements.dtype)
-    for at in range(0, width, _STRIP):
+    for at in range(0, elements.shape[-1], _STRIP):
         together[..., at : at + _STRIP] = elements[..., at : at + _STRIP]
     return together.view(np.int32)
 
@@ -420,6 +422,7 @@ def _weighted(elements: _Elements, dims: Sequence[tuple[int, Ints]], columns: ra
     lengths = elements.shape[:-1]
     segments = len(columns) * elements.itemsize // (SEGMENT * WORD) + 1
     side_by_side = elements.strides[-1] == elements.itemsize
+    side_by_side &= columns.step == 1 or elements.itemsize >= WORD
     most = max(MOST_TERMS // segments, _LEAST_ROWS) if side_by_side else _TILE
     if math.prod(lengths) > most:  # in halves of the longest dim
         d = max(range(len(lengths)), key=lengths.__getitem__)

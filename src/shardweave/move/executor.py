@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_BYTES = 1 << 29
-"""What a rank sends and receives in a round unless told otherwise: much more than a round's latency hides."""
+"""The most that a rank sends and receives in a round, unless told otherwise."""
 
 Progress = Callable[[int], None]
 """Called with the bytes that this rank moved since the last call."""

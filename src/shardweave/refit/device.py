@@ -8,6 +8,7 @@ the same bits. What crosses to the host is one integer a lane.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +32,7 @@ from shardweave.layout.fingerprint import (
     SEGMENT_DIM,
     WORD,
     Fingerprint,
+    Piece,
     numbers,
     pieces,
     place_of,
@@ -98,8 +100,8 @@ def on_device(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, ke
     if tensor.numel():
         elements = tensor.detach().view(_ELEMENTS[size])
         for piece in pieces(columns, size, most=len(columns)):
-            words = _in_words(elements[..., piece.at], piece.within).reshape(-1, len(piece.places))
-            sums = _row_sums(words, places(key)[:, piece.places])
+            rows = elements[..., piece.at].reshape(parts * math.prod(tensor.shape[1:-1]), -1)
+            sums = _row_sums(rows, piece, places(key)[:, piece.places])
             segments = SEGMENT_DIM, np.array(piece.segments)[None]
             for dim, indices in (segments, *reversed(list(enumerate(outer)))):
                 table = _on(numbers(key, dim, indices), device)
@@ -109,23 +111,24 @@ def on_device(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, ke
     return found
 
 
-def _in_words(elements: torch.Tensor, within: Ints | None) -> torch.Tensor:
-    """As in the reference: elements ``(..., n)`` as words ``(..., words)``, a contiguous copy if need be."""
-    if within is None:
-        packed, size = elements.contiguous(), elements.element_size()
-        if packed.data_ptr() % WORD or packed.storage_offset() * size % WORD:
-            packed = packed.clone()
-        return packed.view(-1).view(torch.int32).view(*packed.shape[:-1], -1)
-    words = elements.new_zeros((*elements.shape, WORD // elements.element_size()))
-    at = _on(within, elements.device)
-    words[..., torch.arange(len(at), device=at.device), at] = elements
-    return words.view(torch.int32)[..., 0]
+def _in_words(elements: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """As in the reference: rows of elements as rows of words of a segment; a contiguous copy if need be."""
+    size, width = elements.element_size(), len(piece.places)
+    if piece.within is not None:
+        bits = 8 * size
+        unsigned = elements.to(torch.int32) & (1 << bits) - 1
+        return unsigned << _on(bits * piece.within, elements.device).to(torch.int32)
+    packed = elements.contiguous()
+    if packed.data_ptr() % WORD or packed.storage_offset() * size % WORD:
+        packed = packed.clone()
+    return packed.view(-1).view(torch.int32).view(-1, width)
 
 
-def _row_sums(rows: torch.Tensor, table: Words) -> torch.Tensor:
-    """The words of rows times their numbers, exactly, ``(rows, LANES)``."""
+def _row_sums(rows: torch.Tensor, piece: Piece, table: Words) -> torch.Tensor:
+    """The words of rows times their numbers, exactly, ``(rows * segments, LANES)``."""
     multiply = _doubles if _is_exact(rows.device) else _wide
-    return torch.cat([multiply(block, table) for block in rows.split(max(_BLOCK_WORDS // rows.shape[1], 1))])
+    step = max(_BLOCK_WORDS // (len(piece.segments) * len(piece.places)), 1)
+    return torch.cat([multiply(_in_words(block, piece), table) for block in rows.split(step)])
 
 
 def _doubles(rows: torch.Tensor, table: Words) -> torch.Tensor:

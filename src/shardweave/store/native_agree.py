@@ -6,14 +6,16 @@ before the first byte is written; an error of one rank is heard by all in the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from shardweave import errors
-from shardweave.errors import ShardweaveError, WriteError
+from shardweave.errors import FormatError, ShardweaveError, WriteError
 from shardweave.store import native
 from shardweave.store.native_elect import Entry, Shared, Shares, elect, prove_shares, shared_by
 from shardweave.store.native_held import Held
@@ -97,6 +99,7 @@ def agree(
     exchange: Exchange,
     first: Callable[[], None] = lambda: None,
     before: Agreed | None = None,
+    choices: Mapping[str, Any] = MappingProxyType({}),
 ) -> Agreed:
     """Tell each other what ranks hold, elect who writes it, and prove it, before a byte is written.
 
@@ -105,6 +108,7 @@ def agree(
         exchange: How ranks hear of each other.
         first: What else each rank does in the first round; an error of it is one of all ranks.
         before: What was agreed last time, from which the rest is taken where nothing has changed.
+        choices: What decides which rounds there are; the same on all ranks.
 
     Raises:
         GapError, OverlapError, OutsideError: The ranks do not hold every element once, or hold padding.
@@ -120,9 +124,20 @@ def agree(
             ones.append(one)
         packed = msgspec.msgpack.encode([entry_of(one) for one in ones])
         first()
-        return native.digest_of(np.frombuffer(packed, np.uint8))
+        return msgspec.msgpack.encode((native.digest_of(np.frombuffer(packed, np.uint8)), dict(choices)))
 
-    digests = together(exchange, say)
+    heard = [
+        msgspec.msgpack.decode(data, type=tuple[bytes, dict[str, Any]]) for data in together(exchange, say)
+    ]
+    for rank, (_, chosen) in enumerate(heard):
+        if chosen != heard[0][1]:
+            raise FormatError(
+                "ranks that save together choose the same",
+                where=f"ranks 0 and {rank}",
+                equation=f"{heard[0][1]} != {chosen}",
+                hint="make the savers of all ranks alike, and call them alike",
+            )
+    digests = [digest for digest, _ in heard]
     if before is not None and before.digests == digests:
         return replace(before, held=ones)
     found = together(exchange, lambda: packed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardweave.errors import OutsideError, TransformError
+from shardweave.errors import FormatError, OutsideError, TransformError
 from shardweave.layout import IDENTITY, Box, Buffer, Layout, Piece
 from shardweave.store.manifest import ITEMSIZE
 
@@ -53,6 +53,21 @@ class Held:
                 equation=f"box {self.box} of shape {self.shape}, values {shape}, dtype {self.dtype}",
                 hint="cut padding off, and give values of the shape of the box",
             )
+
+
+def check_values(values: Any, dtype: str, shape: tuple[int, ...], *, where: str) -> None:
+    """Refuse words that are of another dtype or shape than was said of them.
+
+    Raises:
+        FormatError: They are.
+    """
+    if values.shape != shape or values.itemsize != ITEMSIZE[dtype]:
+        raise FormatError(
+            "values have the dtype and the shape that was said of them",
+            where=where,
+            equation=f"{values.dtype} {values.shape} != {dtype} {shape}",
+            hint="say the dtype of the tensor that is held",
+        )
 
 
 def held_of(

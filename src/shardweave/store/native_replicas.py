@@ -6,16 +6,19 @@ are. Only where two differ do they tell each other one of each box, so that the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardweave.errors import ReplicaError
+from shardweave.layout.layout import format_ranks
 from shardweave.store import native
 from shardweave.store.native import entry_key
 from shardweave.store.native_agree import Agreed, Exchange, together
 from shardweave.store.native_elect import Place
+from shardweave.store.native_held import check_values
 from shardweave.store.read import Array
 
 _DIGEST_BYTES = 16
@@ -31,16 +34,21 @@ def compare(agreed: Agreed, rank: int, *, exchange: Exchange, words: Callable[[A
         words: Makes values an array of words.
 
     Raises:
-        ReplicaError: Two ranks hold different bytes of a box.
+        ReplicaError: Two ranks hold different bytes of a box, or one changed meanwhile.
+        FormatError: Values are of another dtype than was said.
     """
     if not agreed.shared:
         return
     numbers = {entry.place: i for i, entry in enumerate(agreed.entries[rank])}
 
+    def digest(place: Place) -> bytes:
+        number = numbers[place]
+        entry, values = agreed.entries[rank][number], words(agreed.held[number].values)
+        check_values(values, entry.dtype, entry.size, where=repr(entry.key))
+        return native.digest_of(values)
+
     def of_each(ranks: Sequence[int], boxes: Sequence[Place]) -> bytes:
-        if rank not in ranks:
-            return b""
-        return b"".join(native.digest_of(words(agreed.held[numbers[box]].values)) for box in boxes)
+        return b"".join(map(digest, boxes)) if rank in ranks else b""
 
     def of_all() -> bytes:
         mine = (of_each(*one) for one in agreed.shared if rank in one[0])
@@ -52,19 +60,24 @@ def compare(agreed: Agreed, rank: int, *, exchange: Exchange, words: Callable[[A
     ranks, boxes = next(differ, ((), ()))
     if not ranks:
         return
-    first = ranks[0]
     told = [list(_digests(data)) for data in together(exchange, lambda: of_each(ranks, boxes))]
-    pairs = ((i, r) for i in range(len(boxes)) for r in ranks if told[r][i] != told[first][i])
-    i, other = next(pairs, (0, first))
-    where, differs = f"{entry_key(*boxes[i])!r}, ranks {first} and {other} of {len(ranks)} with it", "!="
-    if other == first:
-        where, differs = f"{len(boxes)} boxes of ranks {ranks}", "changed while they were compared:"
+    for i, box in enumerate(boxes):
+        has = Counter(told[r][i] for r in ranks)
+        if len(has) > 1:
+            most = next(r for r in ranks if told[r][i] == max(has, key=has.__getitem__))
+            others = [r for r in ranks if told[r][i] != told[most][i]]
+            raise ReplicaError(
+                "ranks that hold the same elements hold the same bytes",
+                where=f"{entry_key(*box)!r}, {format_ranks([most])} against {format_ranks(others)}",
+                equation=f"xxh3({told[most][i].hex()[:16]}) != xxh3({told[others[0]][i].hex()[:16]})",
+                hint="say which part each rank holds, or give it a name of its own on each; a replica that "
+                "drifted apart missed a reduction",
+            )
     raise ReplicaError(
-        "ranks that hold the same elements hold the same bytes",
-        where=where,
-        equation=f"xxh3({told[first][i].hex()[:16]}) {differs} xxh3({told[other][i].hex()[:16]})",
-        hint="say which part each rank holds, or give it a name of its own on each; a replica that drifted "
-        "apart missed a reduction",
+        "what is saved stands still until save returns",
+        where=format_ranks(ranks),
+        equation=f"{len(boxes)} boxes differed, and are the same when they are looked at once more",
+        hint="no step may run until save has returned on its rank",
     )
 
 

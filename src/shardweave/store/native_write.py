@@ -30,11 +30,11 @@ from shardweave.errors import (
     ShardweaveError,
 )
 from shardweave.store import native, native_manifest
-from shardweave.store.manifest import ITEMSIZE, Extent, StoredTensor, TensorSpec
+from shardweave.store.manifest import TensorSpec
 from shardweave.store.native import entry_key
 from shardweave.store.native_agree import Agreed, Exchange, agree, alone, file_of, files_of, together
 from shardweave.store.native_elect import Entry, Shares, tensors_of
-from shardweave.store.native_held import Held
+from shardweave.store.native_held import Held, check_values
 from shardweave.store.native_manifest import About
 from shardweave.store.native_replicas import compare
 from shardweave.store.read import Array
@@ -96,8 +96,9 @@ class Saver:
         Args:
             held: What this rank holds.
             about: What else to keep; that of rank 0 counts.
-            in_background: Copy what this rank writes and return; the rest is done by a thread, and its error
-                is raised by ``wait`` or by the next ``save``. The state may be changed once this returns.
+            in_background: Compare what others hold too, copy what this rank writes, and return; the rest is
+                done by a thread, and its error is raised by ``wait`` or by the next ``save``. The state may
+                be changed once this returns.
 
         Returns:
             The folder of the checkpoint, which is complete once ``wait`` has returned.
@@ -118,7 +119,8 @@ class Saver:
                     native_manifest.encode({}, (), {}, about)  # what cannot be kept is refused first
                     self._stage(folder)
 
-            agreed = agree(held, exchange=self._exchange, first=first, before=self._last)
+            choices = {"compare_replicas": self._compares, "in_background": in_background}
+            agreed = agree(held, exchange=self._exchange, first=first, before=self._last, choices=choices)
             if self._compares:
                 compare(agreed, self.rank, exchange=self._exchange, words=self._words)
             ones, entries, shares = agreed.held, agreed.entries, agreed.shares
@@ -229,7 +231,8 @@ class Saver:
             for key, tensor in header.tensors.items():
                 number = numbers[key]
                 values = self._words(pieces[number])
-                _check_words(values, tensor, where=str(path))
+                shape = tensor.extents[0].shape
+                check_values(values, tensor.dtype, shape, where=f"{path}, {tensor.key!r}")
                 digests[number] = native.digest_of(values, write)
                 self.written_bytes += values.nbytes
             if self._fsync:
@@ -326,14 +329,3 @@ class Saver:
 
 def _staging(folder: Path) -> Path:
     return folder.with_name(SAVING + folder.name)
-
-
-def _check_words(values: Array, tensor: StoredTensor, *, where: str) -> None:
-    extent: Extent = tensor.extents[0]
-    if values.shape != extent.shape or values.itemsize != ITEMSIZE[tensor.dtype]:
-        raise FormatError(
-            "values have the dtype and the shape that was said of them",
-            where=f"{where}, {tensor.key!r}",
-            equation=f"{values.dtype} {values.shape} != {tensor.dtype} {extent.shape}",
-            hint="say the dtype of the tensor that is held",
-        )

@@ -97,7 +97,7 @@ def require_empty(root: Path) -> None:
     """Refuse to write a checkpoint into a folder that holds something.
 
     Raises:
-        ExistsError: It does.
+        ExistsError: The folder holds something.
     """
     if any(root.iterdir()):
         raise ExistsError(

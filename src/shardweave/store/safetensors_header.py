@@ -292,7 +292,7 @@ def render_header(
 
 
 def create(root: Path, heads: Mapping[str, tuple[bytes, Header]]) -> dict[str, int]:
-    """Files to come in a folder, at full size with what ``render_header`` made; how large each is."""
+    """Make files of full size with the heads that ``render_header`` made, and return the size of each."""
     for name, (head, header) in heads.items():
         with (root / name).open("xb") as file:
             file.write(head)

@@ -113,8 +113,16 @@ def through_store(store: Store, *, rank: int, size: int, timeout_s: float = 600.
 # --- native -------------------------------------------------------------------------------------
 
 
-def saver(run: Path, *, rank: int = 0, exchange: Exchange = alone, **choices: Any) -> Saver:
-    """What saves a run's state, again and again: a ``Saver``, which also says what there is to choose.
+def saver(
+    run: Path,
+    *,
+    rank: int = 0,
+    exchange: Exchange = alone,
+    keep: int | None = None,
+    compare_replicas: bool = True,
+    fsync: bool = True,
+) -> Saver:
+    """What saves a run's state, again and again; see ``Saver``.
 
     >>> import tempfile, torch
     >>> from shardweave.layout import BufferRule, Mesh, Part, whole
@@ -131,7 +139,15 @@ def saver(run: Path, *, rank: int = 0, exchange: Exchange = alone, **choices: An
     >>> found["model.norm.weight"]
     tensor([0., 1., 2., 3., 4., 5.])
     """
-    return Saver(run, rank=rank, exchange=exchange, words=words_of, **choices)
+    return Saver(
+        run,
+        rank=rank,
+        exchange=exchange,
+        keep=keep,
+        compare_replicas=compare_replicas,
+        words=words_of,
+        fsync=fsync,
+    )
 
 
 def words_of(array: Any) -> NDArray[Any]:

@@ -202,7 +202,8 @@ class CheckpointConfig:
         folder: Where checkpoints go; null saves nothing.
         every: Steps between two; 0 for the end only.
         keep: How many of the last are kept; 0 for all.
-        compare_replicas: Whether ranks that hold the same weights compare them before one of them is written.
+        compare_replicas: Whether what several ranks hold is compared before it is saved, weights and states.
+            Each rank reads what it shares with others for that before ``background`` begins.
         background: Whether writing goes on while the next steps are computed.
         resume: ``auto`` goes on from the last checkpoint where there is one, ``never`` refuses a folder that
             has one.
