@@ -172,9 +172,7 @@ def _check_model(
         return
     if source.model.family == FAMILY:
         checked.steps.pop()
-        checked.skip(
-            "model", f"no config describes it; {source.model.numel:,} parameters, named by the source"
-        )
+        checked.skip("model", _described(source))
     has = len(checked.findings)
     state = checked.attempt(
         "optimizer", lambda: states(source, settings=settings), lambda found: _state_said(source, found)
@@ -197,11 +195,14 @@ def _check_model(
 
 
 def _described(found: Checkpoint) -> str:
-    of = f"names, shapes and dtypes are those of {found.model.family}"
+    model, parameters = found.model, f"{found.model.numel:,} parameters"
+    of, layers = f"names, shapes and dtypes are those of {model.family}", f"{model.num_layers} layers, "
+    if model.family == FAMILY:
+        of, layers = "no config describes it, and its names are the source's own", ""
     if found.only:
         patterns = ", of these ".join(", ".join(few) for few in found.only)
-        return f"{of}, a part: {patterns}; {found.model.numel:,} parameters"
-    return f"{of}, {found.model.num_layers} layers, {found.model.numel:,} parameters"
+        return f"{of}, a part: {patterns}; {parameters}"
+    return f"{of}, {layers}{parameters}"
 
 
 def _state_said(source: Checkpoint, state: OptimizerState | None) -> str:
