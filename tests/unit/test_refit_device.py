@@ -74,18 +74,26 @@ def test_both_products_are_the_same(exact: bool, monkeypatch: pytest.MonkeyPatch
     """The most negative words, in several blocks, and rows of part of a word."""
     monkeypatch.setattr(device, "_BLOCK_WORDS", 3 * SEGMENT)
     monkeypatch.setattr(device, "_is_exact", lambda on: exact)
-    for shape in ((8, BYTES), (40, 12), (3, 7), (4, 1)):
+    multiply, most = getattr(device, "_doubles" if exact else "_wide"), []
+
+    def noted(rows: torch.Tensor, table: Words) -> torch.Tensor:
+        most.append(rows.numel())
+        return multiply(rows, table)
+
+    monkeypatch.setattr(device, "_doubles" if exact else "_wide", noted)
+    for shape in ((8, BYTES), (40, 12), (3, 7), (4, 1), (1, 10 * BYTES + 3)):
         for tensor in (torch.full(shape, -128, dtype=torch.int8), random_tensor(shape, torch.bfloat16)):
             assert alone(tensor) == fingerprint(tensor)
     lowest = torch.full((8, SEGMENT), -(1 << 31), dtype=torch.int32)
     assert alone(lowest) == fingerprint(lowest)
+    assert max(most) == 3 * SEGMENT, "whether many rows or one long one"
 
 
 def test_the_largest_sums_do_not_overflow() -> None:
     """More rows than are summed at once, and the largest sums."""
     tall = torch.full(((1 << 16) + 3, 2), -(1 << 31), dtype=torch.int32)
     assert alone(tall) == fingerprint(tall)
-    for one in (-(1 << 62), (1 << 62) - 1, MODULUS - 1):
+    for one in (-(1 << 62), 1 << 62, MODULUS - 1):
         sums = torch.full((2, 1, 1 << 15, LANES), one, dtype=torch.int64)
         numbers = torch.full((1, 1, 1 << 15, LANES), 1 << 27, dtype=torch.int64)
         expected = (1 << 15) * (1 << 27) * one % MODULUS

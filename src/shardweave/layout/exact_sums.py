@@ -16,9 +16,12 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-Words: TypeAlias = NDArray[np.int32]
-Ints: TypeAlias = NDArray[np.int64]
+from shardweave.layout.table import Ints
 
+Words: TypeAlias = NDArray[np.int32]
+
+WORD = 4
+"""Bytes of a word."""
 LANES = 3
 MOST_WORDS = 1 << 10
 """Words of a row. Times a word (2**31) and a number (2**21) that is a sum of at most 2**62."""
@@ -64,15 +67,15 @@ def row_sums(rows: Words, numbers: Words) -> Ints:
         return row_sums_in_doubles(rows, numbers)
     count, width = rows.shape
     numbers, sums = np.ascontiguousarray(numbers), np.empty((count, LANES), dtype=np.int64)
-    step, stride = count, rows.strides[0] if count > 1 else 4 * width
-    gather = not rows.flags.aligned or stride % 4 or stride < 0 or rows.strides[1] != 4
+    step, stride = count, rows.strides[0] if count > 1 else WORD * width
+    gather = not rows.flags.aligned or stride % WORD or stride < 0 or rows.strides[1] != WORD
     if gather:
-        step, stride = max(_BLOCK_WORDS // max(width, 1), 1), 4 * width
+        step, stride = max(_BLOCK_WORDS // max(width, 1), 1), WORD * width
     for at in range(0, count, step):
         block = rows[at : at + step]
         block = np.array(block, order="C") if gather else block
-        memory = as_strided(block, ((len(block) - 1) * stride // 4 + width,), (4,))
-        found[0](memory, stride // 4, numbers, sums[at : at + step])
+        memory = as_strided(block, ((len(block) - 1) * stride // WORD + width,), (WORD,))
+        found[0](memory, stride // WORD, numbers, sums[at : at + step])
     return sums
 
 
@@ -184,13 +187,15 @@ def _row_sums(memory: Any, stride: int, numbers: Any, sums: Any) -> None:
 
 
 def _weighted_thirds(sums: Any, weights: Any, found: Any) -> None:
+    """Each sum is in registers while its thirds are weighted, which ``in_thirds`` would write to memory."""
     parts, length, n, lanes = sums.shape
+    mask = np.int64((1 << THIRD_BITS) - 1)
     for p in range(parts):
         q = p if len(weights) > 1 else 0
         for i in range(length):
             for r in range(n):
                 for k in range(lanes):
                     number, weight = sums[p, i, r, k], weights[q, i, k]
-                    found[0, p, r, k] += (number >> 42) * weight
-                    found[1, p, r, k] += (number >> 21 & 0x1FFFFF) * weight
-                    found[2, p, r, k] += (number & 0x1FFFFF) * weight
+                    found[0, p, r, k] += (number >> 2 * THIRD_BITS) * weight
+                    found[1, p, r, k] += (number >> THIRD_BITS & mask) * weight
+                    found[2, p, r, k] += (number & mask) * weight

@@ -48,6 +48,7 @@ from shardweave.layout.exact_sums import (
     NUMBER_BITS,
     THIRD_BITS,
     WEIGHT_BITS,
+    WORD,
     Words,
     prepare,
     row_sums,
@@ -61,8 +62,6 @@ NUM_BYTES = 8 * LANES
 """Of a fingerprint."""
 SEGMENT = MOST_WORDS
 """Words of a row that have numbers of their own; a longer row is several segments."""
-WORD = 4
-"""Bytes of a word."""
 SEGMENT_DIM, PLACE_DIM = 1 << 32, (1 << 32) + 1
 """Where the numbers of segments and of places in them are among those of dims."""
 
@@ -350,7 +349,7 @@ class Piece:
     """
 
     at: slice
-    segments: range
+    segments: Ints
     places: Ints
     within: Ints | None
 
@@ -375,7 +374,10 @@ def pieces(columns: range, itemsize: int, most: int) -> Iterator[Piece]:
         turns = min((end - word) // SEGMENT, most) if width == SEGMENT else 1
         elements = turns * width * WORD // itemsize
         yield Piece(
-            slice(at, at + elements), range(segment, segment + turns), np.arange(first, first + width), None
+            slice(at, at + elements),
+            np.arange(segment, segment + turns),
+            np.arange(first, first + width),
+            None,
         )
         at, word = at + elements, word + turns * width
     yield from _single(columns, range(count - tail, count), itemsize)
@@ -390,7 +392,7 @@ def _single(columns: range, which: range, itemsize: int) -> Iterator[Piece]:
         inside = np.arange(count) * columns.step + first
         words = inside[:, None] * itemsize // WORD + np.arange(max(itemsize // WORD, 1))
         within = inside % (WORD // itemsize) if itemsize < WORD else None
-        yield Piece(slice(at, at + count), range(segment, segment + 1), words.reshape(-1), within)
+        yield Piece(slice(at, at + count), np.array([segment]), words.reshape(-1), within)
         at += count
 
 
@@ -439,7 +441,7 @@ def _weighted(elements: _Elements, dims: Sequence[tuple[int, Ints]], columns: ra
         words = _in_words(elements[..., piece.at], piece.within)
         words = words.reshape(*lengths, len(piece.segments), len(piece.places))
         sums = _row_sums(words, places(key)[:, piece.places])
-        mine = [*dims, (SEGMENT_DIM, np.arange(piece.segments.start, piece.segments.stop)[None])]
+        mine = [*dims, (SEGMENT_DIM, piece.segments[None])]
         # The longest dim first: what is left for the others is the shorter.
         order = sorted(range(len(mine)), key=lambda d: -sums.shape[1 + d])
         sums = np.moveaxis(sums, [1 + d for d in order], range(1, len(mine) + 1))

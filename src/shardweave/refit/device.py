@@ -22,6 +22,7 @@ from shardweave.layout.exact_sums import (
     LOW_BITS,
     MOST_TERMS,
     NUMBER_BITS,
+    WORD,
     Words,
     in_halves,
     in_thirds,
@@ -30,7 +31,6 @@ from shardweave.layout.fingerprint import (
     MODULUS,
     SEGMENT,
     SEGMENT_DIM,
-    WORD,
     Fingerprint,
     Piece,
     numbers,
@@ -99,11 +99,10 @@ def on_device(tensor: torch.Tensor, outer: Sequence[Ints], columns: range, *, ke
     total = torch.zeros((parts, LANES), dtype=torch.int64, device=device)
     if tensor.numel():
         elements = tensor.detach().view(_ELEMENTS[size])
-        for piece in pieces(columns, size, most=len(columns)):
+        for piece in pieces(columns, size, most=max(_BLOCK_WORDS // SEGMENT, 1)):
             rows = elements[..., piece.at].reshape(parts * math.prod(tensor.shape[1:-1]), -1)
             sums = _row_sums(rows, piece, places(key)[:, piece.places])
-            segments = SEGMENT_DIM, np.array(piece.segments)[None]
-            for dim, indices in (segments, *reversed(list(enumerate(outer)))):
+            for dim, indices in ((SEGMENT_DIM, piece.segments[None]), *reversed(list(enumerate(outer)))):
                 table = _on(numbers(key, dim, indices), device)
                 sums = _fold(sums.reshape(parts, -1, indices.shape[1], LANES), table[:, None])
             total = (total + sums.reshape(parts, LANES)) % MODULUS
@@ -151,7 +150,9 @@ def _is_exact(device: torch.device) -> bool:
     rows, table = words.repeat(1, SEGMENT), largest.repeat(SEGMENT, axis=1)
     try:
         return torch.equal(_doubles(rows, table), _wide(rows, table))
-    except (RuntimeError, TypeError):  # a device without doubles; NotImplementedError is the first
+    except torch.OutOfMemoryError:  # says nothing of the product, and is not to be remembered
+        raise
+    except (RuntimeError, TypeError):  # how backends refuse doubles; NotImplementedError is a RuntimeError
         return False
 
 

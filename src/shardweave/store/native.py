@@ -86,6 +86,7 @@ def latest(run: Path) -> Path | None:
 
     Raises:
         FormatError: The file holds something else than a name of a step.
+        PathError: It is a link that leads out of the folder.
     """
     name = newest(run, LATEST)
     if name is not None:

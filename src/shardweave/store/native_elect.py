@@ -92,12 +92,8 @@ def elect(held: Sequence[Sequence[Entry]]) -> Shares:
         FormatError, DtypeError: Ranks contradict each other, or a key is none.
         OverlapError: A rank holds a box twice.
     """
-    holders: dict[Place, list[tuple[int, int]]] = {}
-    for rank, entries in enumerate(held):
-        for number, entry in enumerate(entries):
-            holders.setdefault(entry.place, []).append((rank, number))
     _check(held)
-    boxes = [(ranks, held[ranks[0][0]][ranks[0][1]]) for ranks in holders.values()]
+    boxes = [(ranks, held[ranks[0][0]][ranks[0][1]]) for ranks in _holders(held).values()]
     total = sum(entry.num_bytes for _, entry in boxes)
     grain = max(_LEAST_BYTES, total // (len(held) * _SHARES))
     loads = [0] * len(held)
@@ -126,16 +122,20 @@ def shared_by(held: Sequence[Sequence[Entry]]) -> Shared:
     >>> shared_by([[norm, half], [norm]])
     (((0, 1), (('model/n', (0,), (4,)),)),)
     """
-    holders: dict[Place, list[int]] = {}
-    for rank, entries in enumerate(held):
-        for entry in entries:
-            if entry.num_bytes:
-                holders.setdefault(entry.place, []).append(rank)
     found: dict[tuple[int, ...], list[Place]] = {}
-    for place, ranks in holders.items():
-        if len(ranks) > 1:
-            found.setdefault(tuple(ranks), []).append(place)
+    for place, ranks in _holders(held).items():
+        if len(ranks) > 1 and _numel(place[2]):
+            found.setdefault(tuple(rank for rank, _ in ranks), []).append(place)
     return tuple((ranks, tuple(sorted(found[ranks]))) for ranks in sorted(found))
+
+
+def _holders(held: Sequence[Sequence[Entry]]) -> dict[Place, list[tuple[int, int]]]:
+    """The ranks that hold each box, and its number in what each of them holds."""
+    found: dict[Place, list[tuple[int, int]]] = {}
+    for rank, entries in enumerate(held):
+        for number, entry in enumerate(entries):
+            found.setdefault(entry.place, []).append((rank, number))
+    return found
 
 
 def _numel(shape: Index) -> int:

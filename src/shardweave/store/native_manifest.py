@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 30
 
 _MAGIC = b"shardweave.checkpoint/1\n"
 _FAMILY = b"shardweave.checkpoint/"
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 _MOST_DIMS = 64
 _MOST_DEPTH = 64
 
@@ -32,7 +32,7 @@ class ExtentRecord(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     shape: _Shape
     file: _Size
     start: _Size
-    digest: Annotated[bytes, msgspec.Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -122,7 +122,7 @@ def encode(
             equation=f"{len(data)} bytes > {MOST_BYTES}",
             hint="save with fewer ranks writing, so that tensors are cut into fewer boxes",
         )
-    return _MAGIC + hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() + data
+    return _MAGIC + hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data
 
 
 def _require_plain(value: Any, where: str, depth: int = 0) -> None:
@@ -166,7 +166,7 @@ def decode(data: bytes, *, where: str) -> Body:
         DigestError: The bytes are damaged.
         FormatError: They are no manifest of this version, or one that no save writes.
     """
-    start = len(_MAGIC) + _DIGEST_BYTES
+    start = len(_MAGIC) + DIGEST_BYTES
     if not data.startswith(_MAGIC):
         is_other = data.startswith(_FAMILY)
         raise FormatError(
@@ -178,7 +178,7 @@ def decode(data: bytes, *, where: str) -> Body:
             else "it is not what its name says; copy the folder again",
         )
     body = data[start:]
-    if data[len(_MAGIC) : start] != hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest():
+    if data[len(_MAGIC) : start] != hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest():
         raise DigestError(
             "a manifest has the digest of its bytes",
             where=where,

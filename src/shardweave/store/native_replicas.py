@@ -19,9 +19,8 @@ from shardweave.store.native import entry_key
 from shardweave.store.native_agree import Agreed, Exchange, together
 from shardweave.store.native_elect import Place
 from shardweave.store.native_held import check_values
+from shardweave.store.native_manifest import DIGEST_BYTES
 from shardweave.store.read import Array
-
-_DIGEST_BYTES = 16
 
 
 def compare(agreed: Agreed, rank: int, *, exchange: Exchange, words: Callable[[Any], Array]) -> None:
@@ -82,4 +81,4 @@ def compare(agreed: Agreed, rank: int, *, exchange: Exchange, words: Callable[[A
 
 
 def _digests(data: bytes) -> Iterator[bytes]:
-    return (data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES))
+    return (data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES))
